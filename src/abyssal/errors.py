@@ -1,0 +1,32 @@
+"""Every error that Abyssal raises on purpose. A message names the offending value and the remedy."""
+
+
+class AbyssalError(Exception):
+    """Base class: catching it catches every deliberate error of the package."""
+
+
+class ConfigError(AbyssalError):
+    """A model's `config.json` or an engine option is unknown, contradictory or impossible."""
+
+
+class CheckpointError(AbyssalError):
+    """A checkpoint file, tensor or scale is missing, left over, or has the wrong type or shape."""
+
+
+class RequestError(AbyssalError):
+    """A request cannot be served as asked; other requests are not touched.
+
+    Args:
+        message: what is wrong, with the value, and what to do.
+        param: the request field at fault, as the client spelled it.
+        code: OpenAI's error code where one exists, such as `context_length_exceeded`.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class EngineDeadError(AbyssalError):
+    """The engine stopped; no request can be answered any more."""
