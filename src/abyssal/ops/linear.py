@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+E4M3_MAX = 448.0
+E4M3_AMAX_FLOOR = 1e-4
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0..7; code + 8 is the negative (V4 spec 3.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +21,89 @@ class LinearWeight:
     Source of the formats: V4 spec 4.1.
     """
 
-    data: Tensor  # plain: [.., N, K] fp32/bf16; fp8: [.., N, K] float8_e4m3fn; fp4: [.., N, K/2] uint8, even index in the low nibble
+    data: Tensor  # plain: [.., N, K] fp32/bf16; fp8: [.., N, K] float8_e4m3fn; fp4: [.., N, K/2] uint8, even index in low nibble
     scale: Tensor | None  # uint8 e8m0 (2^(b-127)) or fp32, [.., ceil(N/block[0]), ceil(K/block[1])]; None for plain
     format: Literal["plain", "fp8", "fp4"]
     block: tuple[int, int] | None  # rows, columns per scale: fp8 (128, 128), fp4 (1, 32)
     quantize_input: int | None  # tile along K in which bf16 runs quantise the input to e4m3; None: the input is not quantised
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the dequantised matrix: (N, K), or (E, N, K)."""
+        *rest, columns = self.data.shape
+        return *rest, columns * 2 if self.format == "fp4" else columns
+
+    def expert(self, index: int) -> LinearWeight:
+        """Matrix `index` of stacked experts, as a view."""
+        scale = None if self.scale is None else self.scale[index]
+        return LinearWeight(self.data[index], scale, self.format, self.block, self.quantize_input)
+
+
+def ceil_log2(v: Tensor) -> Tensor:
+    """ceil(log2 v) of positive normal fp32 values, int32, exact: read from the bits, no logarithm (V4 spec 3.2)."""
+    bits = v.float().view(torch.int32)
+    return (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).int()
+
+
+def exp2(exponent: Tensor) -> Tensor:
+    """2^exponent as fp32, exact, for int32 exponents -127..127; -127 is the one subnormal."""
+    bits = (exponent + 127) << 23
+    return torch.where(exponent == -127, 0x00400000, bits).to(torch.int32).view(torch.float32)
+
+
+def e8m0_to_float(byte: Tensor) -> Tensor:
+    """uint8 e8m0 -> fp32 2^(byte - 127). Byte 255 (NaN) is not allowed here; the loader refuses it (V4 spec 3.1)."""
+    return exp2(byte.int() - 127)
+
+
+def quantize_e4m3_tiles(x: Tensor, tile: int) -> Tensor:
+    """Round `x` [.., K] to e4m3 with one power-of-two scale per `tile` values of the last dim, and dequantise.
+
+    scale = 2^ceil(log2(max(amax, 1e-4) / 448)) (V4 spec 3.2); a last tile may be shorter. Returns x's shape and dtype.
+    """
+    columns = x.shape[-1]
+    tiles = F.pad(x.float(), (0, -columns % tile)).unflatten(-1, (-1, tile))  # [.., K/tile, tile]
+    amax = tiles.abs().amax(-1, keepdim=True).clamp(min=E4M3_AMAX_FLOOR)
+    # times the rounded reciprocal, as the models were trained: a division would differ in the last bit
+    scale = exp2(ceil_log2(amax * torch.tensor(1 / E4M3_MAX, dtype=torch.float32)))
+    codes = (tiles / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).flatten(-2)[..., :columns].to(x.dtype)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """uint8 [.., K/2] -> fp32 [.., K]: the low nibble holds the even index (V4 spec 4.1)."""
+    values = torch.tensor(E2M1_VALUES, device=packed.device)
+    values = torch.cat((values, -values))
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # [256, 2]: low, high nibble
+    return pairs[packed.int()].flatten(-2)
+
+
+def dequantize(weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+    """The matrix [.., N, K] in `dtype`: value times scale in fp32, rounded once.
+
+    With power-of-two scales the result is exact in fp32 and in bf16, as e4m3 and e2m1 have at most 4 significant bits.
+    """
+    if weight.format == "plain":
+        return weight.data.to(dtype)
+    assert weight.scale is not None and weight.block is not None, f"{weight.format} weight without scale or block"
+    values = unpack_e2m1(weight.data) if weight.format == "fp4" else weight.data.float()
+    rows, columns = values.shape[-2:]
+    scale = e8m0_to_float(weight.scale) if weight.scale.dtype == torch.uint8 else weight.scale
+    scale = scale.repeat_interleave(weight.block[0], -2)[..., :rows, :]  # [.., N, ceil(K/block)]
+    scale = scale.repeat_interleave(weight.block[1], -1)[..., :columns]
+    return values.mul_(scale).to(dtype)
+
+
+def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [T, K] times weight [N, K] transposed -> [T, N].
+
+    Computed in x's dtype with fp32 accumulation, rounded to x's dtype, then cast to `out_dtype` if given. In bf16 the input of
+    a weight with `quantize_input` is first rounded to e4m3, as the FP8 and FP4 products of V4 spec 3.3 do; fp32 is plain
+    mathematics.
+    """
+    columns = weight.shape[-1]
+    assert x.shape[-1] == columns, f"input has {x.shape[-1]} columns, the weight {columns}"
+    if x.dtype == torch.bfloat16 and weight.quantize_input is not None:
+        x = quantize_e4m3_tiles(x, weight.quantize_input)
+    out = F.linear(x, dequantize(weight, x.dtype))
+    return out if out_dtype is None else out.to(out_dtype)
