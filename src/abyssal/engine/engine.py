@@ -1,0 +1,256 @@
+"""The engine: requests in, tokens out, one step at a time. It knows token ids only; text is the caller's."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from abyssal.checkpoint.source import resolve_model
+from abyssal.config import EngineConfig, load_generation_defaults, load_model_config, resolve
+from abyssal.engine.request import EngineLimits, EngineRequest, FinishReason, RequestUpdate, check_request
+from abyssal.engine.runner import Runner
+from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, sample
+from abyssal.engine.scheduler import Scheduler
+from abyssal.engine.sequence import Sequence
+from abyssal.errors import EngineDeadError, RequestError
+from abyssal.kv.batch import Chunk
+
+log = logging.getLogger("abyssal")
+
+Scheduled = list[tuple[Sequence, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a front end needs to know of a running engine."""
+
+    model_name: str
+    model_folder: str
+    family: str
+    vocab_size: int
+    bos_token_id: int
+    eos_token_ids: list[int]
+    max_model_len: int
+    capacity_tokens: int  # tokens that one sequence can hold in the caches
+    options: dict[str, str]  # resolved engine options, printable
+
+    @property
+    def limits(self) -> EngineLimits:
+        return EngineLimits(self.vocab_size, self.max_model_len, self.capacity_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for metrics."""
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_steps: int
+    prompt_tokens: int  # computed so far, recomputation included
+    generation_tokens: int
+    pages_total: dict[str, int]  # by bucket
+    pages_free: dict[str, int]
+    page_bytes: dict[str, int]
+    pages_by_kind: dict[str, int]
+
+
+class Engine:
+    """Continuous batching over one `Runner`. Not thread-safe: one thread adds, aborts and steps."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        folder = resolve_model(config.model)
+        model_config = load_model_config(folder)
+        self.config = resolve(config, model_config, torch.cuda.is_available())
+        if self.config.device == "cpu" and self.config.num_threads is not None:
+            torch.set_num_threads(self.config.num_threads)
+        self.runner = Runner(folder, model_config, self.config)
+        self.cache = self.runner.cache
+        eos, _ = load_generation_defaults(folder)
+        self.eos_token_ids = sorted({*model_config.eos_token_ids, *eos})
+        self.info = EngineInfo(
+            model_name=self.config.served_model_name or folder.name,
+            model_folder=str(folder),
+            family=model_config.family,
+            vocab_size=model_config.vocab_size,
+            bos_token_id=model_config.bos_token_id,
+            eos_token_ids=self.eos_token_ids,
+            max_model_len=self.runner.max_model_len,
+            capacity_tokens=self.runner.capacity_tokens,
+            options={name: str(getattr(self.config, name)) for name in _PRINTED_OPTIONS},
+        )
+        self.scheduler = Scheduler(self.cache, self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        self._sequences: dict[str, Sequence] = {}
+        self._requests_seen = 0
+        self._steps = self._prompt_tokens = self._generation_tokens = 0
+        self._log_start()
+
+    def _log_start(self) -> None:
+        options = ", ".join(f"{name}={value}" for name, value in self.info.options.items())
+        log.info("model %s: %s", self.info.model_name, options)
+        sizes = self.runner.sizes
+        log.info(
+            "KV cache %.2f GiB: %d tokens of one sequence, windows of %d sequences; max_model_len %d",
+            sizes.total_bytes / 2**30, self.runner.capacity_tokens, sizes.num_sequences, self.runner.max_model_len,
+        )  # fmt: skip
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue `request`.
+
+        Raises:
+            RequestError: it can never be served as asked.
+        """
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id!r} is already in use", param="request_id")
+        max_new_tokens = check_request(request, self.info.limits)
+        self._requests_seen += 1
+        sampler = SamplerState(
+            request.params, request.prompt_ids, self.eos_token_ids, fallback_seed=(self.config.seed, self._requests_seen)
+        )
+        seq = Sequence(request, self.cache.new_sequence(), sampler, max_new_tokens, list(request.prompt_ids))
+        self._sequences[request.request_id] = seq
+        self.scheduler.waiting.append(seq)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended."""
+        if (seq := self._sequences.pop(request_id, None)) is not None:
+            self.scheduler.remove(seq)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._sequences)
+
+    def step(self) -> list[RequestUpdate]:
+        """Compute one batch and report what each request got.
+
+        Raises:
+            EngineDeadError: the device is lost; the engine cannot go on.
+        """
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return self._refuse_head()
+        self._steps += 1
+        return self._run(scheduled)
+
+    def stats(self) -> EngineStats:
+        pools = self.cache.pools
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_preemptions=self.scheduler.num_preemptions,
+            num_steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            pages_total={str(b): p.num_pages for b, p in pools.items()},
+            pages_free={str(b): p.num_free for b, p in pools.items()},
+            page_bytes={str(b): p.page_bytes for b, p in pools.items()},
+            pages_by_kind=dict(self.cache.used_by_kind),
+        )
+
+    def _refuse_head(self) -> list[RequestUpdate]:
+        """Nothing can be scheduled: with nothing running, the first waiting request can never run."""
+        if not self.scheduler.waiting:
+            return []
+        seq = self.scheduler.waiting[0]
+        return [self._fail(seq, "the KV cache cannot hold this request; shorten it or raise kv_cache_bytes")]
+
+    def _run(self, scheduled: Scheduled) -> list[RequestUpdate]:
+        try:
+            return self._compute(scheduled)
+        except Exception as error:
+            if _device_lost(error):
+                raise EngineDeadError(f"the device failed: {error}") from error
+            if len(scheduled) == 1:
+                log.exception("request %s failed", scheduled[0][0].request.request_id)
+                return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
+        # One of several sequences broke the step. Nothing was committed, so each is computed alone, and only the culprit ends.
+        return [update for item in scheduled for update in self._run([item])]
+
+    def _compute(self, scheduled: Scheduled) -> list[RequestUpdate]:
+        chunks, rows, offset = [], [], 0
+        wanted: list[tuple[Sequence, list[int], bool]] = []  # sequence, prompt positions to score, whether it samples
+        for seq, count in scheduled:
+            start, end = seq.num_computed, seq.num_computed + count
+            chunks.append(Chunk(seq.token_ids[start:end], start, seq.cache))
+            scored = _prompt_positions(seq, start, end)
+            samples = end == len(seq.token_ids)
+            wanted.append((seq, scored, samples))
+            rows += [offset + p - start for p in scored] + [offset + count - 1] * samples
+            offset += count
+        logits = self.runner(chunks, rows)
+        sampled = self._sample(logits, wanted)
+        return [u for (seq, count), token in zip(scheduled, sampled, strict=True) if (u := self._commit(seq, count, token))]
+
+    def _sample(self, logits: Tensor, wanted: list[tuple[Sequence, list[int], bool]]) -> list[SampledToken | None]:
+        """Record prompt logprobs, and draw one token for every sequence that computed its last one."""
+        sample_rows, states, row = [], [], 0
+        for seq, scored, samples in wanted:
+            if scored:
+                targets = [seq.token_ids[p + 1] for p in scored]
+                count = seq.request.params.prompt_logprobs or 0
+                seq.prompt_logprobs += prompt_logprobs(logits[row : row + len(scored)], targets, count)
+                row += len(scored)
+            if samples:
+                sample_rows.append(row)
+                states.append(seq.sampler)
+                row += 1
+        drawn = iter(sample(logits[sample_rows], states) if states else [])
+        return [next(drawn) if samples else None for _, _, samples in wanted]
+
+    def _commit(self, seq: Sequence, count: int, token: SampledToken | None) -> RequestUpdate | None:
+        """Advance `seq` by what the step computed; None when the request has nothing to report yet."""
+        first_computed = seq.num_computed
+        seq.num_computed += count
+        self.cache.release_unneeded(seq.cache, seq.num_computed)
+        self._prompt_tokens += max(0, min(seq.num_computed, len(seq.request.prompt_ids)) - first_computed)
+        if token is None:
+            return None
+        if token.error is not None:
+            return self._fail(seq, token.error)
+        seq.token_ids.append(token.token_id)
+        seq.sampler.append(token.token_id)
+        self._generation_tokens += 1
+        reason, stop_id = self._finish_reason(seq, token.token_id)
+        if reason is not None:
+            self._end(seq)
+        asked = seq.request.params.prompt_logprobs is not None and seq.num_output == 1
+        return RequestUpdate(
+            seq.request.request_id,
+            [token.token_id],
+            None if token.logprobs is None else [token.logprobs],
+            [None, *seq.prompt_logprobs] if asked else None,
+            reason,
+            stop_id,
+        )
+
+    def _finish_reason(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
+        params = seq.request.params
+        ends = token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos)
+        if ends and seq.num_output >= params.min_tokens:
+            return "stop", token
+        return ("length", None) if seq.num_output >= seq.max_new_tokens else (None, None)
+
+    def _fail(self, seq: Sequence, message: str) -> RequestUpdate:
+        self._end(seq)
+        return RequestUpdate(seq.request.request_id, [], None, None, finish_reason="error", error=message)
+
+    def _end(self, seq: Sequence) -> None:
+        del self._sequences[seq.request.request_id]
+        self.scheduler.remove(seq)
+
+
+_PRINTED_OPTIONS = ("device", "dtype", "kv_layout", "compressed_kv_layout", "index_layout", "backend", "max_num_seqs", "max_num_batched_tokens")
+
+
+def _prompt_positions(seq: Sequence, start: int, end: int) -> list[int]:
+    """Prompt positions in [start, end) whose next token's logprob is asked for and not yet known."""
+    if seq.request.params.prompt_logprobs is None:
+        return []
+    return list(range(max(start, len(seq.prompt_logprobs)), min(end, len(seq.request.prompt_ids) - 1)))
+
+
+def _device_lost(error: Exception) -> bool:
+    """CUDA reports an asynchronous fault in every later call: no request of this process can be computed any more."""
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error)

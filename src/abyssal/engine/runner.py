@@ -1,0 +1,69 @@
+"""Loads a model, sizes its caches, and computes steps."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from abyssal.checkpoint.loader import load_weights
+from abyssal.config import EngineConfig, ModelConfig
+from abyssal.errors import ConfigError
+from abyssal.kv.batch import Chunk, build_batch
+from abyssal.kv.planner import PoolSizes, divide_budget
+from abyssal.kv.pool import KVCache
+from abyssal.kv.specs import plan_caches
+from abyssal.model.model import Model
+
+log = logging.getLogger("abyssal")
+
+STEP_WORKSPACE = 4 << 30  # bytes left to a step's activations on a GPU
+
+
+class Runner:
+    """One model on one device, with its page pools."""
+
+    def __init__(self, folder: Path, model_config: ModelConfig, config: EngineConfig) -> None:
+        """`config` is resolved: no option is "auto"."""
+        self.model_config, self.config = model_config, config
+        self.device = torch.device(config.device)
+        dtype = getattr(torch, config.dtype)
+        self.model = Model(load_weights(folder, model_config, self.device, dtype, progress=True), model_config, dtype)
+        plan = plan_caches(model_config, config.kv_layout, config.compressed_kv_layout, config.index_layout)
+        longest = config.max_model_len or model_config.max_position
+        self.sizes = divide_budget(plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
+        self.max_model_len = self._max_model_len(self.sizes)
+        self.cache = KVCache(plan, self.sizes.num_pages, self.device)
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.sizes.capacity_tokens or self.model_config.max_position
+
+    def __call__(self, chunks: list[Chunk], logit_rows: list[int]) -> Tensor:
+        """Compute `chunks` (pages allocated, single tokens first) -> logits fp32 [len(logit_rows), V] on the device."""
+        return self.model(build_batch(self.model_config, self.cache, chunks, logit_rows, self.device), self.cache)
+
+    def _budget(self) -> int:
+        if self.config.kv_cache_bytes is not None:
+            return self.config.kv_cache_bytes
+        free, total = torch.cuda.mem_get_info(self.device)
+        budget = int(free - (1 - self.config.gpu_memory_utilization) * total) - STEP_WORKSPACE
+        if budget <= 0:
+            raise ConfigError(
+                f"no GPU memory left for the KV cache: {free} of {total} bytes free after loading, gpu_memory_utilization="
+                f"{self.config.gpu_memory_utilization}, {STEP_WORKSPACE} kept for a step; use a larger or emptier GPU"
+            )
+        return budget
+
+    def _max_model_len(self, sizes: PoolSizes) -> int:
+        capacity, asked = self.capacity_tokens, self.config.max_model_len
+        if asked is None:
+            return min(capacity, self.model_config.max_position)
+        if asked > capacity:
+            raise ConfigError(
+                f"max_model_len={asked} does not fit: the KV cache of {sizes.total_bytes} bytes holds {capacity} tokens of one "
+                f"sequence; raise kv_cache_bytes or set max_model_len to at most {capacity}"
+            )
+        return asked

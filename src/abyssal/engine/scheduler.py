@@ -1,0 +1,69 @@
+"""Which sequences compute how many tokens in the next step.
+
+Running sequences go first, those that decode before those that prefill, then waiting ones in order of arrival. When pages run
+out, the sequence admitted last gives up its pages and waits; it is computed again from its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from abyssal.engine.sequence import Sequence
+from abyssal.kv.pool import KVCache
+
+
+class Scheduler:
+    def __init__(self, cache: KVCache, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        self.cache = cache
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.num_preemptions = 0
+
+    def schedule(self) -> list[tuple[Sequence, int]]:
+        """Sequences and token counts of the next step, single tokens first; their pages are allocated."""
+        plan: dict[Sequence, int] = {}
+        preempted = self.num_preemptions
+        for seq in sorted(self.running, key=lambda s: s.num_remaining > 1):
+            if seq in self.running and (count := self._fit(seq, plan)):
+                if self._allocate_or_preempt(seq, count, plan):
+                    plan[seq] = count
+        if preempted == self.num_preemptions:
+            self._admit(plan)
+        return sorted(plan.items(), key=lambda item: item[1] > 1)
+
+    def _fit(self, seq: Sequence, plan: dict[Sequence, int]) -> int:
+        return min(seq.num_remaining, self.max_num_batched_tokens - sum(plan.values()))
+
+    def _allocate_or_preempt(self, seq: Sequence, count: int, plan: dict[Sequence, int]) -> bool:
+        while not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
+            victim = self.running[-1]
+            self._preempt(victim)
+            plan.pop(victim, None)
+            if victim is seq:
+                return False
+        return True
+
+    def _admit(self, plan: dict[Sequence, int]) -> None:
+        while self.waiting and len(self.running) < self.max_num_seqs and (count := self._fit(self.waiting[0], plan)):
+            if not self.cache.allocate(self.waiting[0].cache, 0, count):
+                return
+            seq = self.waiting.popleft()
+            self.running.append(seq)
+            plan[seq] = count
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.cache.free(seq.cache)
+        seq.num_computed = 0
+        self.waiting.appendleft(seq)
+        self.num_preemptions += 1
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget `seq` and return its pages."""
+        if seq in self.running:
+            self.running.remove(seq)
+        else:
+            self.waiting.remove(seq)
+        self.cache.free(seq.cache)

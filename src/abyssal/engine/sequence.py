@@ -1,0 +1,30 @@
+"""One sequence on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from abyssal.engine.request import EngineRequest, TokenLogprobs
+from abyssal.engine.sampler import SamplerState
+from abyssal.kv.pool import SequenceCache
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens [0, num_computed) are in the caches; what is left is computed next, and after the last one a token is sampled."""
+
+    request: EngineRequest
+    cache: SequenceCache
+    sampler: SamplerState
+    max_new_tokens: int
+    token_ids: list[int]  # prompt, then output
+    num_computed: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    @property
+    def num_remaining(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_ids)

@@ -1,0 +1,240 @@
+"""`Batch`: the facts of one engine step, built once and read by every layer.
+
+Tokens of all scheduled sequences lie one after another; sequences that compute a single token come first, so that their
+queries form one rectangular group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from abyssal.config import ModelConfig
+from abyssal.kv.pool import NO_PAGE, KVCache, PageTable, SequenceCache
+from abyssal.kv.specs import CacheSpec
+from abyssal.ops.rope import rope_table
+
+QUERY_TILE = 64  # queries of one sequence that share a gather of their window; 32 and 128 measured slower on CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + len(token_ids)) of one sequence, to be computed in this step."""
+
+    token_ids: list[int]
+    start: int
+    cache: SequenceCache
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGroup:
+    """n x b queries: b consecutive tokens of each of n sequences. Decoding: b = 1; prefill: n = 1."""
+
+    rows: slice  # of the step's tokens, n * b of them
+    sequences: Tensor  # [n] int64, row in the page tables
+    positions: Tensor  # [n, b] int64
+    window_slots: Tensor  # [window layers, n, W + b - 1] int32, -1 before the sequence's first token
+    window_mask: Tensor  # [n, b, W + b - 1] bool, True where the query sees the slot
+    visible: dict[int, Tensor]  # ratio -> [n, b] int64, number of compressed entries that the query may see
+    max_visible: dict[int, int]  # ratio -> the largest of them
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, b = self.positions.shape
+        return n, b
+
+
+@dataclass(frozen=True, slots=True)
+class CompressFacts:
+    """Which compressed entries a step completes for one ratio, and from which rows (V4 spec 2.9)."""
+
+    sources: Tensor  # [E, slots] int64 into carried rows, then the step's tokens, then one empty row
+    carried: dict[str, Tensor]  # state kind -> [layers, C] int32, slots of rows of earlier steps
+    entry_slots: dict[str, Tensor]  # kind -> [layers, E] int32, where each entry is stored
+    rope: Tensor  # [E, rope_dim / 2] complex64, at the first token of each group
+
+    @property
+    def num_entries(self) -> int:
+        return self.sources.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFacts:
+    """Which of the step's tokens one per-token kind stores, and where."""
+
+    rows: Tensor  # [n] int64, of the step's tokens
+    slots: Tensor  # [layers, n] int64
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step. T tokens, S sequences."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    logit_rows: Tensor  # [R] int64, tokens whose logits are wanted
+    rope: dict[str, Tensor]  # "main" and "compress" -> [T, rope_dim / 2] complex64
+    groups: list[QueryGroup]
+    stores: dict[str, StoreFacts]  # window and state kinds
+    compress: dict[int, CompressFacts]  # ratio -> facts
+    tables: dict[str, Tensor]  # whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
+
+    def entry_slots(self, spec: CacheSpec, layer: int, group: QueryGroup) -> Tensor:
+        """Slots int32 [n, N] of the entries that a group's sequences have, N = the most that any of its queries sees.
+
+        -1 stands beyond the entries of a shorter sequence.
+        """
+        count, entries = group.max_visible[spec.ratio], spec.entries_per_page
+        pages = self.tables[spec.name][spec.row(layer)][group.sequences, : -(-count // entries)]  # [n, pages]
+        index = torch.arange(count, dtype=torch.int32, device=pages.device)
+        slots = pages.index_select(1, index // entries) * entries + index % entries
+        return slots.masked_fill_(index >= group.visible[spec.ratio][:, -1:], -1)
+
+
+def build_batch(
+    config: ModelConfig, cache: KVCache, chunks: list[Chunk], logit_rows: list[int], device: torch.device
+) -> Batch:
+    """Facts for computing `chunks`; every chunk's pages are allocated, chunks of one token come first."""
+    counts = np.array([len(c.token_ids) for c in chunks])
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
+    ropes = {"main": config.rope_main, "compress": config.rope_compress}
+    positions_t = torch.from_numpy(positions).to(device)
+    ratios = sorted({plan.ratio for plan in config.layers if plan.ratio})
+    return Batch(
+        token_ids=torch.tensor([t for c in chunks for t in c.token_ids], device=device),
+        positions=positions_t,
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        rope={name: rope_table(positions_t, rope) for name, rope in ropes.items()},
+        groups=_query_groups(cache.specs["window"], ratios, chunks, offsets, device),
+        stores={n: _store_facts(s, chunks, offsets, device) for n, s in cache.specs.items() if s.window is not None},
+        compress={r: _compress_facts(config, cache, r, chunks, offsets, device) for r in ratios},
+        tables={n: _stack_tables(n, s, chunks, device) for n, s in cache.specs.items() if s.window is None},
+    )
+
+
+def _slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
+    """Slots int32 [layers, n] of entry indices [n]; -1 for negative indices and where nothing is stored."""
+    blocks = entries // spec.entries_per_page - table.first_block
+    held = (entries >= 0) & (blocks >= 0) & (blocks < table.pages.shape[1])
+    if table.pages.shape[1] == 0:
+        return np.full((len(spec.layers), len(entries)), -1, np.int32)
+    pages = table.pages[:, np.where(held, blocks, 0)]
+    slots = pages * spec.entries_per_page + (entries % spec.entries_per_page).astype(np.int32)
+    return np.where(held & (pages != NO_PAGE), slots, -1).astype(np.int32)
+
+
+def _store_facts(spec: CacheSpec, chunks: list[Chunk], offsets: np.ndarray, device: torch.device) -> StoreFacts:
+    rows, slots = [], []
+    for chunk, offset in zip(chunks, offsets, strict=False):
+        first = max(chunk.start, spec.first_kept(chunk.end)) if spec.tail_only else chunk.start
+        positions = np.arange(first, chunk.end)
+        rows.append(positions - chunk.start + offset)
+        slots.append(_slots(spec, chunk.cache.tables[spec.name], positions))
+    return StoreFacts(
+        torch.from_numpy(np.concatenate(rows)).to(device),
+        torch.from_numpy(np.concatenate(slots, axis=1)).long().to(device),
+    )
+
+
+def _compress_facts(
+    config: ModelConfig, cache: KVCache, ratio: int, chunks: list[Chunk], offsets: np.ndarray, device: torch.device
+) -> CompressFacts:
+    """Entry w of a ratio pools tokens [m w, m w + m), with overlap also the m before; older ones come from the state kinds."""
+    overlap = ratio if ratio == 4 else 0
+    kinds = [n for n in (f"c{ratio}", f"c{ratio}_index") if n in cache.specs]
+    sources, carried_positions, entries = [], [], []
+    base = 0  # rows carried by earlier chunks
+    for chunk, offset in zip(chunks, offsets, strict=False):
+        w = np.arange(chunk.start // ratio, chunk.end // ratio)
+        entries.append(w)
+        tokens = w[:, None] * ratio + np.arange(-overlap, ratio)
+        first = max(0, tokens[0, 0]) if len(w) else chunk.start
+        carried_positions.append(np.arange(first, chunk.start))
+        sources.append(np.where(tokens < 0, _EMPTY, np.where(tokens < chunk.start, base + tokens - first, 0)))
+        sources[-1] += np.where(tokens >= chunk.start, tokens - chunk.start + offset + _STEP, 0)
+        base += chunk.start - first
+    source = np.concatenate(sources)
+    empty_row = base + offsets[-1]
+    source = np.where(source == _EMPTY, empty_row, np.where(source >= _STEP, source - _STEP + base, source))
+    slots = {
+        name: np.concatenate(
+            [_slots(spec, c.cache.tables[name], p) for c, p in zip(chunks, where, strict=True)], axis=1
+        )
+        for spec, name, where in [(cache.specs[n], n, entries) for n in kinds]
+        + [(cache.specs[f"{n}_state"], f"{n}_state", carried_positions) for n in kinds]
+    }
+    first_tokens = torch.from_numpy(np.concatenate(entries) * ratio).to(device)
+    on_device = {name: torch.from_numpy(s).to(device) for name, s in slots.items()}
+    return CompressFacts(
+        sources=torch.from_numpy(source).to(device),
+        carried={f"{n}_state": on_device[f"{n}_state"] for n in kinds},
+        entry_slots={n: on_device[n] for n in kinds},
+        rope=rope_table(first_tokens, config.rope_compress),
+    )
+
+
+_EMPTY = -1
+_STEP = 1 << 40  # marks source rows of the step until the number of carried rows is known
+
+
+def _stack_tables(name: str, spec: CacheSpec, chunks: list[Chunk], device: torch.device) -> Tensor:
+    tables = [c.cache.tables[name].pages for c in chunks]
+    width = max(t.shape[1] for t in tables)
+    stacked = np.full((len(spec.layers), len(chunks), width), NO_PAGE, np.int32)
+    for row, table in enumerate(tables):
+        stacked[:, row, : table.shape[1]] = table
+    return torch.from_numpy(stacked).to(device)
+
+
+def _query_groups(
+    spec: CacheSpec, ratios: list[int], chunks: list[Chunk], offsets: np.ndarray, device: torch.device
+) -> list[QueryGroup]:
+    decoding = sum(len(c.token_ids) == 1 for c in chunks)
+    groups = []
+    if decoding:
+        starts = [c.start for c in chunks[:decoding]]
+        groups.append(_query_group(spec, ratios, chunks, list(range(decoding)), starts, 1, slice(0, decoding), device))
+    for row in range(decoding, len(chunks)):
+        chunk = chunks[row]
+        for start in range(chunk.start, chunk.end, QUERY_TILE):
+            size = min(QUERY_TILE, chunk.end - start)
+            first = int(offsets[row]) + start - chunk.start
+            groups.append(_query_group(spec, ratios, chunks, [row], [start], size, slice(first, first + size), device))
+    return groups
+
+
+def _query_group(
+    spec: CacheSpec,
+    ratios: list[int],
+    chunks: list[Chunk],
+    sequences: list[int],
+    starts: list[int],
+    size: int,
+    rows: slice,
+    device: torch.device,
+) -> QueryGroup:
+    assert spec.window is not None
+    reach = spec.window - 1
+    positions = np.array(starts)[:, None] + np.arange(size)  # [n, b]
+    keys = np.array(starts)[:, None] + np.arange(-reach, size)  # [n, W + b - 1]
+    slots = [_slots(spec, chunks[s].cache.tables[spec.name], k) for s, k in zip(sequences, keys, strict=True)]
+    distance = positions[:, :, None] - keys[:, None, :]
+    mask = (distance >= 0) & (distance <= reach) & (keys >= 0)[:, None, :]
+    visible = {r: (positions + 1) // r for r in ratios}
+    return QueryGroup(
+        rows=rows,
+        sequences=torch.tensor(sequences, device=device),
+        positions=torch.from_numpy(positions).to(device),
+        window_slots=torch.from_numpy(np.stack(slots, axis=1)).to(device),
+        window_mask=torch.from_numpy(mask).to(device),
+        visible={r: torch.from_numpy(v).to(device) for r, v in visible.items()},
+        max_visible={r: int(v.max()) for r, v in visible.items()},
+    )

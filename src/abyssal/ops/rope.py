@@ -1,0 +1,44 @@
+"""Rotary position embedding on the trailing dimensions, in interleaved pairs (V4 spec 2.6)."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from abyssal.config import RopeConfig
+
+
+@lru_cache(maxsize=16)
+def rope_frequencies(rope: RopeConfig) -> Tensor:
+    """fp32 [dim / 2]: base^(-2i/dim), with YaRN blended towards a factor-times slower rotation."""
+    index = torch.arange(0, rope.dim, 2, dtype=torch.float64)
+    freqs = rope.base ** (-index / rope.dim)
+    if rope.yarn is not None:
+        yarn = rope.yarn
+
+        def corrected_dim(rotations: float) -> float:
+            turns = yarn.original_max_position / (rotations * 2 * math.pi)
+            return rope.dim * math.log(turns) / (2 * math.log(rope.base))
+
+        low = max(math.floor(corrected_dim(yarn.beta_fast)), 0)
+        high = min(math.ceil(corrected_dim(yarn.beta_slow)), rope.dim - 1)
+        span = high - low if high != low else 0.001
+        ramp = ((torch.arange(rope.dim // 2, dtype=torch.float64) - low) / span).clamp(0, 1)
+        freqs = freqs / yarn.factor * ramp + freqs * (1 - ramp)
+    return freqs.float()
+
+
+def rope_table(positions: Tensor, rope: RopeConfig) -> Tensor:
+    """positions int [n] -> complex64 [n, dim / 2], cos + i sin of the fp32 products position * frequency."""
+    angles = positions.float()[:, None] * rope_frequencies(rope).to(positions.device)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """x fp32 [..., d], rotated in place on its last 2 * table.shape[-1] values; table complex64, broadcast against x's pairs."""
+    tail = x[..., x.shape[-1] - 2 * table.shape[-1] :]
+    torch.view_as_complex(tail.unflatten(-1, (-1, 2))).mul_(table)
+    return x
