@@ -150,39 +150,35 @@ def _compress_facts(
     """Entry w of a ratio pools tokens [m w, m w + m), with overlap also the m before; older ones come from the state kinds."""
     overlap = ratio if ratio == 4 else 0
     kinds = [n for n in (f"c{ratio}", f"c{ratio}_index") if n in cache.specs]
-    sources, carried_positions, entries = [], [], []
-    base = 0  # rows carried by earlier chunks
-    for chunk, offset in zip(chunks, offsets, strict=False):
-        w = np.arange(chunk.start // ratio, chunk.end // ratio)
-        entries.append(w)
-        tokens = w[:, None] * ratio + np.arange(-overlap, ratio)
-        first = max(0, tokens[0, 0]) if len(w) else chunk.start
-        carried_positions.append(np.arange(first, chunk.start))
-        sources.append(np.where(tokens < 0, _EMPTY, np.where(tokens < chunk.start, base + tokens - first, 0)))
-        sources[-1] += np.where(tokens >= chunk.start, tokens - chunk.start + offset + _STEP, 0)
-        base += chunk.start - first
-    source = np.concatenate(sources)
-    empty_row = base + offsets[-1]
-    source = np.where(source == _EMPTY, empty_row, np.where(source >= _STEP, source - _STEP + base, source))
-    slots = {
-        name: np.concatenate(
-            [_slots(spec, c.cache.tables[name], p) for c, p in zip(chunks, where, strict=True)], axis=1
-        )
-        for spec, name, where in [(cache.specs[n], n, entries) for n in kinds]
-        + [(cache.specs[f"{n}_state"], f"{n}_state", carried_positions) for n in kinds]
-    }
+    entries = [np.arange(c.start // ratio, c.end // ratio) for c in chunks]
+    carried = [_carried(c, w, ratio, overlap) for c, w in zip(chunks, entries, strict=True)]
+    num_carried = sum(map(len, carried))
+    sources, base = [], 0
+    for chunk, w, old, offset in zip(chunks, entries, carried, offsets, strict=False):
+        tokens = w[:, None] * ratio + np.arange(-overlap, ratio)  # [E, slots]
+        from_state = base + tokens - (chunk.start - len(old))
+        from_step = num_carried + offset + tokens - chunk.start
+        row = np.where(tokens < chunk.start, from_state, from_step)
+        sources.append(np.where(tokens < 0, num_carried + offsets[-1], row))
+        base += len(old)
+
+    def slots(name: str, where: list[np.ndarray]) -> Tensor:
+        parts = [_slots(cache.specs[name], c.cache.tables[name], p) for c, p in zip(chunks, where, strict=True)]
+        return torch.from_numpy(np.concatenate(parts, axis=1)).to(device)
+
     first_tokens = torch.from_numpy(np.concatenate(entries) * ratio).to(device)
-    on_device = {name: torch.from_numpy(s).to(device) for name, s in slots.items()}
     return CompressFacts(
-        sources=torch.from_numpy(source).to(device),
-        carried={f"{n}_state": on_device[f"{n}_state"] for n in kinds},
-        entry_slots={n: on_device[n] for n in kinds},
+        sources=torch.from_numpy(np.concatenate(sources)).to(device),
+        carried={f"{n}_state": slots(f"{n}_state", carried) for n in kinds},
+        entry_slots={n: slots(n, entries) for n in kinds},
         rope=rope_table(first_tokens, config.rope_compress),
     )
 
 
-_EMPTY = -1
-_STEP = 1 << 40  # marks source rows of the step until the number of carried rows is known
+def _carried(chunk: Chunk, entries: np.ndarray, ratio: int, overlap: int) -> np.ndarray:
+    """Positions before the chunk whose rows its entries pool."""
+    first = max(0, entries[0] * ratio - overlap) if len(entries) else chunk.start
+    return np.arange(first, chunk.start)
 
 
 def _stack_tables(name: str, spec: CacheSpec, chunks: list[Chunk], device: torch.device) -> Tensor:

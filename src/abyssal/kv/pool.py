@@ -155,7 +155,7 @@ class RecordView:
         if self._flat is None:
             return self._by_page[self._split(slots)].float()
         rows = self._flat.index_select(0, self._flat_rows(slots).reshape(-1))
-        return rows.float().view(*slots.shape, -1)
+        return rows.float().view(*slots.shape, self.spec.layout.dim)
 
     def write(self, slots: Tensor, values: Tensor) -> None:
         """slots int [n], none negative; values [n, dim]."""

@@ -107,3 +107,9 @@ def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
         x = quantize_e4m3_tiles(x, weight.quantize_input)
     out = F.linear(x, dequantize(weight, x.dtype))
     return out if out_dtype is None else out.to(out_dtype)
+
+
+def linear_grouped(x: Tensor, weight: LinearWeight) -> Tensor:
+    """x [T, G, K] times weight [G R, K], group g by its own R rows -> [T, G, R] (V4 spec 2.8). The input is not quantised here."""
+    matrix = dequantize(weight, x.dtype).view(x.shape[1], -1, x.shape[2])  # [G, R, K]
+    return torch.bmm(x.transpose(0, 1), matrix.transpose(1, 2)).transpose(0, 1)
