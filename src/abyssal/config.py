@@ -6,8 +6,13 @@ is what one layer does. `EngineConfig` holds every option of the engine; the com
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any, Literal
+
+from abyssal.errors import ConfigError
+from abyssal.options import build, check_environment, check_options, option
 
 Family = Literal["v4", "v41"]
 
@@ -116,3 +121,155 @@ class ModelConfig:
     engram: EngramConfig | None
     layers: tuple[LayerPlan, ...]
     draft: Literal["none", "mtp", "dspark"]  # what `mtp.*` holds, if present
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Every option of the engine. Build it directly or with `from_sources`; `resolve` replaces each `auto`.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    model: str = option("tiny", "checkpoint folder or Hugging Face name; tiny is the embedded model")
+    device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", "run-time precision; float32 is plain mathematics", choices=("auto", "float32", "bfloat16"))
+    kv_layout: str = option("auto", "record format of window KV", choices=("auto", "fp32", "bf16", "v4", "v41"))
+    compressed_kv_layout: str = option("auto", "record format of compressed KV", choices=("auto", "same", "fp8", "fp4"))
+    index_layout: str = option("auto", "record format of index keys", choices=("auto", "fp32", "bf16", "fp8", "fp4"))
+    backend: str = option("auto", "which implementation of the ops runs", choices=("auto", "reference", "triton", "hopper"))
+    block_size: int = option(256, "tokens per block of the cache; layouts and kernels are built for 256", low=256, high=256)
+    max_num_batched_tokens: int = option(2048, "most tokens in one engine step", low=1)
+    max_num_seqs: int = option(64, "most sequences running at a time", low=1)
+    gpu_memory_utilization: float = option(0.9, "part of the GPU's memory to use", above=0, high=1)
+    kv_cache_bytes: int | None = option(
+        None, "size of the cache, such as 8GiB; overrides gpu_memory_utilization; 4GiB on CPU", low=1, in_bytes=True
+    )
+    max_model_len: int | None = option(None, "most tokens of a sequence; default: what model and cache allow", low=1)
+    enable_prefix_caching: bool = option(False, "reuse the cache of common prompt prefixes")
+    seed: int = option(0, "seed of requests that bring none", low=0, high=2**63 - 1)
+    served_model_name: str | None = option(None, "name of the model in the API; default: its folder's name")
+    num_threads: int | None = option(None, "CPU threads of PyTorch; default: PyTorch's choice", low=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.enable_prefix_caching:
+            raise ConfigError("enable_prefix_caching=True: prefix caching is not available yet; leave it off")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Every option of the HTTP server beside the engine's."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 picks a free one", low=0, high=65535)
+    api_key: str | None = option(None, "key that requests must bring; default: none needed", secret=True)
+    root_path: str | None = option(None, "path prefix that a proxy in front removes")
+    thinking: str = option(
+        "auto", "thinking when a request does not say; auto asks the checkpoint", choices=("auto", "on", "off")
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+# What `auto` means, by device and family. Compressed and index layouts follow from the KV layout.
+AUTO_KV_LAYOUT = {("cpu", "v4"): "fp32", ("cpu", "v41"): "fp32", ("cuda", "v4"): "v4", ("cuda", "v41"): "v41"}
+AUTO_COMPRESSED = {("v41", "v41"): "fp4"}  # (KV layout, family); all others: same
+AUTO_INDEX = {("v4", "v4"): "fp8", ("v4", "v41"): "fp8", ("v41", "v4"): "fp8", ("v41", "v41"): "fp4"}  # others: the KV layout
+ALLOWED_KV = {("fp32", "same"), ("bf16", "same"), ("v4", "same"), ("v41", "same"), ("v41", "fp4")}
+
+# What exists so far. A KV layout that `auto` would choose and that is not in this list becomes bf16.
+BUILT = {
+    "kv_layout": ("fp32", "bf16"),
+    "compressed_kv_layout": ("same",),
+    "index_layout": ("fp32", "bf16"),
+    "backend": ("reference",),
+}
+CPU_KV_CACHE_BYTES = 4 * 2**30
+
+
+def from_sources(cli: Mapping[str, Any], env: Mapping[str, str]) -> EngineConfig:
+    """The engine's options: `cli` first (None = not given, text is parsed), then `ABYSSAL_NAME` variables, then defaults.
+
+    Raises:
+        ConfigError: an option, an `ABYSSAL_` variable or a value is unknown.
+    """
+    check_environment(env, (EngineConfig, ServerConfig))
+    return build(EngineConfig, cli, env)
+
+
+def server_from_sources(cli: Mapping[str, Any], env: Mapping[str, str]) -> ServerConfig:
+    """The server's options, as `from_sources`."""
+    check_environment(env, (EngineConfig, ServerConfig))
+    return build(ServerConfig, cli, env)
+
+
+def resolve(config: EngineConfig, model_config: ModelConfig, device_available: bool) -> EngineConfig:
+    """A new config without `auto`, checked against the model and the machine.
+
+    What depends on the size of the cache stays None for the engine to fill: `max_model_len`, and on CUDA `kv_cache_bytes`.
+
+    Args:
+        config: as given by the user.
+        model_config: the model that will run.
+        device_available: whether a CUDA device can be used.
+
+    Raises:
+        ConfigError: an option asks for what the model, the machine or this version cannot do.
+    """
+    device = _resolve_device(config.device, device_available)
+    kv, compressed, index = _resolve_layouts(config, device, model_config.family)
+    dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if config.dtype == "auto" else config.dtype
+    backend = "reference" if config.backend == "auto" else config.backend
+    _check_built("backend", backend)
+    if config.max_model_len is not None and config.max_model_len > model_config.max_position:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings={model_config.max_position}; "
+            "lower it or leave it out"
+        )
+    default_bytes = CPU_KV_CACHE_BYTES if device == "cpu" else None
+    return replace(
+        config,
+        device=device,
+        dtype=dtype,
+        kv_layout=kv,
+        compressed_kv_layout=compressed,
+        index_layout=index,
+        backend=backend,
+        kv_cache_bytes=default_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes,
+        served_model_name=config.served_model_name or _model_name(config.model),
+    )
+
+
+def _resolve_device(device: str, cuda: bool) -> str:
+    if device == "cuda" and not cuda:
+        raise ConfigError("device='cuda', but PyTorch finds no usable CUDA device; choose cpu or auto")
+    return ("cuda" if cuda else "cpu") if device == "auto" else device
+
+
+def _resolve_layouts(config: EngineConfig, device: str, family: Family) -> tuple[str, str, str]:
+    kv, compressed, index = config.kv_layout, config.compressed_kv_layout, config.index_layout
+    if kv == "auto":
+        kv = AUTO_KV_LAYOUT[device, family]
+        kv = kv if kv in BUILT["kv_layout"] else "bf16"
+    if compressed == "auto":
+        compressed = AUTO_COMPRESSED.get((kv, family), "same")
+    if index == "auto":
+        index = AUTO_INDEX.get((kv, family), kv)
+    if (kv, compressed) not in ALLOWED_KV:
+        allowed = ", ".join(sorted(pair[1] for pair in ALLOWED_KV if pair[0] == kv))
+        raise ConfigError(f"compressed_kv_layout={compressed!r} does not go with kv_layout={kv!r}; allowed with it: {allowed}")
+    _check_built("kv_layout", kv)
+    _check_built("compressed_kv_layout", compressed)
+    _check_built("index_layout", index)
+    return kv, compressed, index
+
+
+def _check_built(name: str, value: str) -> None:
+    if value not in BUILT[name]:
+        raise ConfigError(f"{name} {value!r} is not available yet; choose {' or '.join(BUILT[name])}")
+
+
+def _model_name(model: str) -> str:
+    return "tiny-v4" if model == "tiny" else PurePath(model).name or model

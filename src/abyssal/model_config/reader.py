@@ -115,7 +115,7 @@ def rename(values: Any, aliases: dict[str, str], where: str) -> dict[str, Any]:
     renamed: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for name, value in values.items():
-        target: str = aliases.get(name, name)
+        target = aliases.get(str(name), str(name))
         if renamed.get(target) is not None and value is None:
             continue
         if renamed.get(target) is not None and not _same(renamed[target], value):

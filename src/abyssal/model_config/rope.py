@@ -54,7 +54,7 @@ def _read_root(config: Section, head_dim: int, said: _Statements) -> None:
     if config.given("qk_rope_head_dim"):
         said.dim["qk_rope_head_dim"] = config.integer("qk_rope_head_dim", low=2, high=head_dim)
     _read_partial(config, "partial_rotary_factor", head_dim, said)
-    if any([config.given(name) for name in INFERENCE_KEYS]):
+    if any(config.given(name) for name in INFERENCE_KEYS):
         said.yarn["rope_factor"] = _yarn(config, "rope_factor", "original_seq_len")
 
 

@@ -1,0 +1,186 @@
+"""Options as dataclass fields: one declaration gives the Python field, the command line's `--name` and `ABYSSAL_NAME`.
+
+A config class declares each field with `option` and calls `check_options` when built; `option_specs` lists the fields for a
+command line, and `build` makes the object from given values and the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from abyssal.errors import ConfigError
+
+ENV_PREFIX = "ABYSSAL_"
+# Variables that are no options: where tests find reference data.
+OTHER_VARIABLES = ("ABYSSAL_GOLDENS",)
+
+_BYTES = (
+    {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)} | {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+)
+_FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+C = TypeVar("C")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OptionSpec:
+    """One option of a config class."""
+
+    name: str
+    type: type[str | int | float | bool]
+    default: Any
+    help: str
+    optional: bool  # None is a value of its own: the engine decides
+    choices: tuple[str, ...] | None = None
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    in_bytes: bool = False
+    secret: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    def parse(self, text: str, source: str) -> str | int | float | bool:
+        """The value that `text` means on a command line or in the environment; `source` names it in errors."""
+        if self.type is str:
+            return text
+        if self.type is bool and text.lower() in _FLAGS:
+            return _FLAGS[text.lower()]
+        if self.type is int and self.in_bytes and (size := _parse_bytes(text)) is not None:
+            return size
+        if self.type is int and re.fullmatch(r"[+-]?\d+", text):
+            return int(text)
+        if self.type is float and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
+            return float(text)
+        raise ConfigError(f"{source}={text!r} must be {self.wanted}")
+
+    @property
+    def wanted(self) -> str:
+        """What a value must be, for messages."""
+        if self.choices is not None:
+            return "one of " + ", ".join(self.choices)
+        if self.in_bytes:
+            return "a number of bytes of at least 1, such as 4GiB"
+        kind = {str: "a non-empty string", int: "an integer", float: "a number", bool: "true or false"}[self.type]
+        bounds = [f"{word} {bound:g}" for word, bound in (("above", self.above), ("at least", self.low)) if bound is not None]
+        bounds += [f"at most {self.high:g}"] if self.high is not None else []
+        return " ".join([kind, " and ".join(bounds)]).strip()
+
+    def allows(self, value: Any) -> bool:
+        """Whether a field may hold `value`."""
+        if value is None:
+            return self.optional
+        if self.type is float:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                return False
+        elif type(value) is not self.type:
+            return False
+        if self.type is str:
+            return value in self.choices if self.choices is not None else bool(value.strip())
+        return not (
+            (self.low is not None and value < self.low)
+            or (self.high is not None and value > self.high)
+            or (self.above is not None and value <= self.above)
+        )
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Iterable[str] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    in_bytes: bool = False,
+    secret: bool = False,
+) -> Any:
+    """A dataclass field that is an option. `secret` values stay out of `repr` and messages."""
+    metadata = {
+        "help": help,
+        "choices": None if choices is None else tuple(choices),
+        "low": low,
+        "high": high,
+        "above": above,
+        "in_bytes": in_bytes,
+        "secret": secret,
+    }
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
+
+
+def option_specs(cls: type) -> list[OptionSpec]:
+    """The options of a config class, in the order of its fields."""
+    hints = typing.get_type_hints(cls)
+    specs = []
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        (kind,) = (member for member in members if member is not type(None))
+        specs.append(OptionSpec(field.name, kind, field.default, optional=type(None) in members, **field.metadata))
+    return specs
+
+
+def check_options(config: Any) -> None:
+    """Raises `ConfigError` for the first field whose value its declaration does not allow."""
+    for spec in option_specs(type(config)):
+        value = getattr(config, spec.name)
+        if not spec.allows(value):
+            shown = "(hidden)" if spec.secret else repr(value)
+            raise ConfigError(f"{spec.name}={shown} must be {spec.wanted}" + (", or None" if spec.optional else ""))
+
+
+def build(cls: type[C], given: Mapping[str, Any], env: Mapping[str, str]) -> C:
+    """An object of a config class: given values first, then the environment, then the declared defaults.
+
+    Args:
+        cls: the config class.
+        given: values by field name, from a command line or from Python. Text is parsed; None counts as not given.
+        env: the environment. Variables of other programs are not looked at.
+
+    Raises:
+        ConfigError: a name in `given` is unknown, or a value is not allowed.
+    """
+    specs = {spec.name: spec for spec in option_specs(cls)}
+    for name in given:
+        if name not in specs:
+            raise ConfigError(f"unknown option {name!r}{_hint(name, specs)}")
+    values = {}
+    for name, spec in specs.items():
+        if (value := given.get(name)) is not None:
+            values[name] = spec.parse(value, name) if isinstance(value, str) else value
+        elif spec.env in env:
+            values[name] = spec.parse(env[spec.env], spec.env)
+    return cls(**values)
+
+
+def check_environment(env: Mapping[str, str], classes: Iterable[type]) -> None:
+    """Raises `ConfigError` for an `ABYSSAL_` variable that is neither an option of `classes` nor otherwise known."""
+    known = {spec.env for cls in classes for spec in option_specs(cls)} | set(OTHER_VARIABLES)
+    for name in env:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise ConfigError(f"unknown environment variable {name}{_hint(name, known)}")
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def _parse_bytes(text: str) -> int | None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in _BYTES:
+        return None
+    return int(float(match[1]) * _BYTES[match[2]]) if "." in match[1] else int(match[1]) * _BYTES[match[2]]
