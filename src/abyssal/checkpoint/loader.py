@@ -1,0 +1,210 @@
+"""Weights in memory: reading, checking values, stacking experts, and whether quantised weights are dequantised."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from abyssal.checkpoint.expected import Table, TensorSpec, expected_tensors
+from abyssal.checkpoint.files import CheckpointFiles, StoredTensor
+from abyssal.checkpoint.match import Source, Sources, match
+from abyssal.checkpoint.names import Slot
+from abyssal.checkpoint.progress import ProgressBar
+from abyssal.config import ModelConfig
+from abyssal.errors import CheckpointError
+from abyssal.ops.linear import LinearWeight, dequantize
+
+log = logging.getLogger(__name__)
+
+Weights = dict[str, Tensor | LinearWeight]
+MAX_SCALE_EXPONENT = 20  # real scales are far below; bytes read as numbers are far above (J01)
+
+
+def load_weights(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: bool) -> Weights:
+    """Load a checkpoint, strictly.
+
+    Args:
+        folder: holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
+        device: on a GPU quantised weights stay as stored; on the CPU they are dequantised if that takes at most half of the
+            physical memory.
+        dtype: of plain and dequantised linears and of the embedding. Everything that V4 spec 3.4 uses in fp32 is fp32.
+        progress: draw a bar on stderr if that is a terminal.
+
+    Returns:
+        Released name without a prefix -> weight. Linears are `LinearWeight`s and drop `.weight`; the experts of a layer are
+        stacked as `layers.N.ffn.experts.w13` [E, 2I, D] (w1 rows, then w3 rows) and `.w2` [E, D, I].
+
+    Raises:
+        CheckpointError: anything is missing, left over, damaged, or not as `config` says. Names and shapes are checked before
+            the first weight is read.
+    """
+    table = expected_tensors(config)
+    files = CheckpointFiles(folder)
+    sources = match(files, table, config)
+    summary = files.summary()
+    types = ", ".join(f"{count} {name}" for name, count in summary.dtypes.items())
+    log.info("checkpoint %s: %d tensors, %s (%s)", folder, summary.tensors, size(summary.nbytes), types)
+    loader = _Loader(files, config, device, dtype, dequantise=_choose_dequantised(table, sources, device, dtype))
+    weights: Weights = {}
+    total = sum(_nbytes(source) for entries in sources.values() for source in entries.values())
+    with ProgressBar("loading weights", total, enabled=progress) as bar:
+        for target, spec in table.items():
+            weights[target] = loader.load(spec, sources[target])
+            bar.advance(sum(_nbytes(source) for source in sources[target].values()))
+    return weights
+
+
+def size(nbytes: int) -> str:
+    """A byte count for people."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _nbytes(source: Source) -> int:
+    return source.value.nbytes + (source.scale.nbytes if source.scale else 0)
+
+
+def _choose_dequantised(table: Table, sources: Sources, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether quantised weights become plain ones in `dtype`; logs the decision."""
+    quantised = any(source.format != "plain" for entries in sources.values() for source in entries.values())
+    if not quantised:
+        return False
+    if device.type != "cpu":
+        log.info("quantised weights stay as stored on %s", device)
+        return False
+    needed = sum(math.prod(spec.shape) * _itemsize(spec, dtype) for spec in table.values())
+    half = physical_memory() // 2
+    name = str(dtype).removeprefix("torch.")
+    if needed <= half:
+        log.info("weights dequantised to %s: %s of memory (limit %s, half of it)", name, size(needed), size(half))
+    else:
+        log.info("weights stay as stored: in %s they need %s, more than %s, half of memory", name, size(needed), size(half))
+    return needed <= half
+
+
+def _itemsize(spec: TensorSpec, dtype: torch.dtype) -> int:
+    return 4 if spec.kind in ("fp32", "expert_ids") else dtype.itemsize
+
+
+def physical_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Loader:
+    """Reads one entry of the table at a time; never holds more than one stored tensor beside the results."""
+
+    def __init__(
+        self, files: CheckpointFiles, config: ModelConfig, device: torch.device, dtype: torch.dtype, dequantise: bool
+    ) -> None:
+        self.files = files
+        self.config = config
+        self.device = device
+        self.dtype = dtype
+        self.dequantise = dequantise
+
+    def load(self, spec: TensorSpec, sources: dict[Slot, Source]) -> Tensor | LinearWeight:
+        if spec.kind in ("linear", "projection"):
+            return self._linear(spec, sources)
+        (source,) = sources.values()
+        if spec.kind == "expert_ids":
+            return self._expert_ids(source.value)
+        dtype = torch.float32 if spec.kind == "fp32" else self.dtype
+        # copied, as what the reader returns may be the mapped file itself
+        return self.files.read(source.value).to(self.device, dtype, copy=True)
+
+    def _expert_ids(self, tensor: StoredTensor) -> Tensor:
+        ids = self.files.read(tensor)
+        low, high, experts = int(ids.min()), int(ids.max()), self.config.num_experts
+        if low < 0 or high >= experts:
+            raise CheckpointError(f"{tensor.name} holds expert ids {low} to {high}; the model has experts 0 to {experts - 1}")
+        return ids.to(self.device, torch.int32, copy=True)
+
+    def _linear(self, spec: TensorSpec, sources: dict[Slot, Source]) -> LinearWeight:
+        source = next(iter(sources.values()))
+        tile = None if source.format == "plain" else spec.input_tile
+        if source.format == "plain" or self.dequantise:
+            return self._plain(spec, sources, tile)
+        return self._stored(spec, sources, tile)
+
+    def _plain(self, spec: TensorSpec, sources: dict[Slot, Source], tile: int | None) -> LinearWeight:
+        data = torch.empty(spec.shape, dtype=self.dtype, device=self.device)
+        stack = data if spec.pieces else data.unsqueeze(0)
+        for expert, row, piece in self._pieces(spec, sources):
+            stack[expert, row : row + piece.shape[0]] = dequantize(piece, self.dtype).to(self.device)
+        return LinearWeight(data, None, "plain", None, tile)
+
+    def _stored(self, spec: TensorSpec, sources: dict[Slot, Source], tile: int | None) -> LinearWeight:
+        first = next(iter(sources.values()))
+        rows, block = _joint_block(spec, first)
+        fp4 = first.format == "fp4"
+        experts, columns = (spec.shape[0] if spec.pieces else 1), spec.shape[-1]
+        values = torch.uint8 if fp4 else torch.float8_e4m3fn
+        data = torch.empty(experts, rows, columns // 2 if fp4 else columns, dtype=values, device=self.device)
+        assert first.scale is not None
+        scales = torch.float32 if first.scale.dtype == "F32" else torch.uint8
+        scale = torch.empty(experts, -(-rows // block[0]), -(-columns // block[1]), dtype=scales, device=self.device)
+        for expert, row, piece in self._pieces(spec, sources):
+            assert piece.scale is not None and piece.block is not None
+            height = piece.shape[0]
+            data[expert, row : row + height] = piece.data.to(self.device)
+            part = scale[expert, row // block[0] : -(-(row + height) // block[0])]
+            part.copy_(piece.scale.repeat_interleave(piece.block[0] // block[0], 0)[: len(part)])
+        if not spec.pieces:
+            data, scale = data[0], scale[0]
+        return LinearWeight(data, scale, first.format, block, tile)
+
+    def _pieces(self, spec: TensorSpec, sources: dict[Slot, Source]) -> Iterator[tuple[int, int, LinearWeight]]:
+        """Expert (0 if there are none), first row in the target, and matrix [N, K] on the CPU, one by one."""
+        for slot, source in sources.items():
+            if spec.pieces and slot.expert is None:
+                yield from ((expert, 0, self._read(source, expert)) for expert in range(spec.shape[0]))
+            else:
+                row = spec.pieces.index(slot.piece) * source.value.shape[0] if slot.piece else 0
+                yield slot.expert or 0, row, self._read(source, None)
+
+    def _read(self, source: Source, expert: int | None) -> LinearWeight:
+        data = self._read_tensor(source.value, expert)
+        if source.format == "plain":
+            return LinearWeight(data, None, "plain", None, None)
+        assert source.scale is not None
+        scale = self._read_tensor(source.scale, expert)
+        if source.scale.dtype != "F32":
+            scale = scale.view(torch.uint8)  # bytes: a cast would turn 2^-7 into 120
+        _check_scale_values(scale, source.scale.name)
+        return LinearWeight(data.view(torch.uint8) if source.format == "fp4" else data, scale, source.format, source.block, None)
+
+    def _read_tensor(self, tensor: StoredTensor, expert: int | None) -> Tensor:
+        return self.files.read(tensor) if expert is None else self.files.read_at(tensor, expert)
+
+
+def _joint_block(spec: TensorSpec, source: Source) -> tuple[int, tuple[int, int]]:
+    """Rows of one expert's stacked matrix and the block that its scales get.
+
+    w1 and w3 stacked keep their own scale rows only if a block does not straddle the seam; where the released block would, a
+    smaller one that divides both is used and scales are repeated.
+    """
+    assert source.block is not None
+    rows, (height, width) = spec.shape[-2], source.block
+    stored = source.value.shape[-2]
+    return rows, (height if stored == rows else math.gcd(stored, height), width)
+
+
+def _check_scale_values(scale: Tensor, name: str) -> None:
+    """Scales must be finite, not negative and at most 2^20."""
+    if scale.dtype == torch.uint8:
+        bad = scale > MAX_SCALE_EXPONENT + 127  # 255, NaN, included
+        values = [f"2^{int(b) - 127}" if b < 255 else "NaN" for b in scale[bad][:1]]
+    else:
+        bad = ~((scale >= 0) & (scale <= 2.0**MAX_SCALE_EXPONENT))
+        values = [f"{float(v):g}" for v in scale[bad][:1]]
+    if values:
+        raise CheckpointError(
+            f"scale {name} holds {values[0]}; expected finite values from 0 to 2^{MAX_SCALE_EXPONENT}. "
+            "The file was converted wrongly or is damaged: download it again"
+        )
