@@ -1,0 +1,244 @@
+"""From logits to tokens.
+
+The order is vLLM's: logit_bias, min_tokens, repetition, frequency and presence penalties, temperature, min_p, top_k, top_p, draw.
+Ties always go to the lowest token id. Nothing of one request depends on what else is in the batch, and a draw depends on the
+request's seed and the number of the token alone, so that a preempted or restarted request repeats itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from abyssal.engine.request import SamplingParams, TokenLogprobs, ending_token_ids
+from abyssal.errors import RequestError
+from abyssal.ops.select_topk import select_topk
+
+LOGPROB_FLOOR = -9999.0  # stands for everything below, minus infinity too: JSON has no infinity
+_TEMPERATURES = (1e-6, 1e30)  # beyond these, fp32 quotients of logits overflow or vanish
+_PENALTIES = (1e-30, 1e30)  # likewise products
+_WEIGHT_ONE = 2.0**40  # probabilities become integers of 2^-40: their sums are exact in any order, on any device
+_ROWS_PER_SLICE = 64  # rows scored at once: [64, 129280] fp32 is 33 MB
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One row's outcome. With `error` set the request cannot go on, and `token_id` is -1."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+class SamplerState:
+    """What sampling needs to know of one request. It derives from the request and its output ids, nothing else.
+
+    Args:
+        fallback_seed: (engine seed, number of the request), for a request without a seed of its own.
+        output_ids: tokens generated already, for a request that is taken up again.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        eos_token_ids: Iterable[int],
+        fallback_seed: tuple[int, int],
+        output_ids: Iterable[int] = (),
+    ) -> None:
+        self.params = params
+        self.prompt_ids = prompt_ids
+        self.output_ids = list(output_ids)
+        self.ending_ids = sorted(ending_token_ids(params, eos_token_ids))
+        self._stream = f"request {params.seed}" if params.seed is not None else "engine {} {}".format(*fallback_seed)
+        self._seen: Tensor | None = None  # bool [V], the token occurs in the prompt or the output
+        self._counts: Tensor | None = None  # fp32 [V], occurrences in the output
+        self._num_counted = 0
+
+    def append(self, token_id: int) -> None:
+        """Take note of a generated token. Tokens are never taken back."""
+        self.output_ids.append(token_id)
+
+    @property
+    def edits_logits(self) -> bool:
+        return bool(self.params.logit_bias) or self._masks_endings or self._penalises
+
+    def edit(self, logits: Tensor) -> None:
+        """Apply bias, min_tokens and penalties to one row fp32 [V], in place."""
+        if bias := self.params.logit_bias:
+            ids = torch.tensor(list(bias), device=logits.device)
+            logits[ids] += torch.tensor(list(bias.values()), dtype=torch.float32, device=logits.device)
+        if self._masks_endings:
+            logits[torch.tensor(self.ending_ids, device=logits.device)] = -torch.inf
+        if self._penalises:
+            seen, counts = self._penalty_tables(logits)
+            logits.copy_(_penalise(logits, seen, counts, self.params))
+
+    def next_uniform(self) -> float:
+        """The random number in [0, 1) for the next token: 53 bits of a hash of the stream and the number of the token."""
+        digest = hashlib.blake2b(f"{self._stream} {len(self.output_ids)}".encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+    @property
+    def _masks_endings(self) -> bool:
+        return len(self.output_ids) < self.params.min_tokens and bool(self.ending_ids)
+
+    @property
+    def _penalises(self) -> bool:
+        p = self.params
+        return p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+
+    def _penalty_tables(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Seen and counts on the device of `logits`, brought up to date with the output."""
+        if self._seen is None or self._counts is None:
+            self._seen = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+            self._seen[torch.tensor(self.prompt_ids, device=logits.device)] = True
+            self._counts = torch.zeros(logits.shape[-1], device=logits.device)
+        if self._num_counted < len(self.output_ids):
+            new = torch.tensor(self.output_ids[self._num_counted :], device=logits.device)
+            self._seen[new] = True
+            self._counts += torch.bincount(new, minlength=logits.shape[-1])
+            self._num_counted = len(self.output_ids)
+        return self._seen, self._counts
+
+
+def sample(logits: Tensor, states: list[SamplerState]) -> list[SampledToken]:
+    """Choose one token per row.
+
+    Temperature 0 takes the largest logit. Any other temperature counts as at least 1e-6, and a token of a probability below
+    2^-40 is never drawn. A row without a usable distribution ends its own request only.
+
+    Args:
+        logits: fp32 [S, V], read only; -inf is allowed and means never.
+        states: one per row; the caller appends the token to its state.
+    """
+    if not states:
+        return []
+    edited = _edit(logits, states)
+    best, tokens = edited.max(-1)  # the first of equal values, as max is documented
+    drawn = [i for i, state in enumerate(states) if state.params.temperature > 0]
+    if drawn:
+        tokens[drawn] = _draw(edited[drawn], [states[i] for i in drawn])
+    # NaN and +inf surface in their row's largest value, and a row without any candidate has -inf: the maximum tells all.
+    raw_best = best if edited is logits else logits.amax(-1)
+    chosen, model_ok, usable = torch.stack((tokens, raw_best.isfinite(), best.isfinite())).tolist()
+    errors = [_complaint(bool(ok), bool(left)) for ok, left in zip(model_ok, usable, strict=True)]
+    rows = [i for i, state in enumerate(states) if state.params.logprobs is not None and errors[i] is None]
+    scores = _score(logits[rows], [chosen[i] for i in rows], [states[i].params.logprobs or 0 for i in rows]) if rows else []
+    logprobs = dict(zip(rows, scores, strict=True))
+    return [SampledToken(-1, error=e) if e else SampledToken(chosen[i], logprobs.get(i)) for i, e in enumerate(errors)]
+
+
+def prompt_logprobs(logits: Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
+    """Score the given token of every row.
+
+    Args:
+        logits: fp32 [n, V].
+        targets: n token ids, those that follow.
+        num_top: alternatives per row.
+
+    Raises:
+        RequestError: the logits are not finite.
+    """
+    if not targets:
+        return []
+    if not logits.amax(-1).isfinite().all():
+        raise RequestError("the model gave no usable logits (NaN or infinite) for the prompt; prompt_logprobs cannot be computed")
+    return _score(logits, targets, [num_top] * len(targets))
+
+
+def _edit(logits: Tensor, states: list[SamplerState]) -> Tensor:
+    """Bias, min_tokens and penalties of all rows; `logits` itself where no row has any."""
+    if not any(state.edits_logits for state in states):
+        return logits
+    edited = logits.clone()
+    for row, state in zip(edited, states, strict=True):
+        if state.edits_logits:
+            state.edit(row)
+    return edited
+
+
+def _penalise(row: Tensor, seen: Tensor, counts: Tensor, params: SamplingParams) -> Tensor:
+    """CTRL's repetition penalty on prompt and output, OpenAI's frequency and presence penalties on the output.
+
+    Finite logits stay finite at any strength; -inf stays -inf.
+    """
+    strength = _clamp(params.repetition_penalty, _PENALTIES)
+    largest = torch.finfo(row.dtype).max
+    scaled = torch.where(row > 0, row / strength, row * strength).clamp(-largest, largest)
+    row = torch.where(seen & row.isfinite(), scaled, row)
+    return row - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+
+
+def _draw(logits: Tensor, states: list[SamplerState]) -> Tensor:
+    """One token id int64 per row of edited logits [R, V], temperatures above 0."""
+    uniform = torch.tensor([[s.next_uniform()] for s in states], dtype=torch.float64, device=logits.device)
+    weights = _weights(logits, states)
+    truncated = [i for i, s in enumerate(states) if s.params.top_k > 0 or s.params.top_p < 1]
+    if truncated:
+        weights[truncated] = _truncate(logits[truncated], weights[truncated], [states[i] for i in truncated])
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    # The product may round up to the total, where no token lies. The last minimum is for rows that end in an error anyway.
+    target = torch.minimum((uniform * total).long(), total - 1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def _weights(logits: Tensor, states: list[SamplerState]) -> Tensor:
+    """Probabilities after temperature and min_p, as int64 [R, V] multiples of 2^-40."""
+    temperatures = [[_clamp(s.params.temperature, _TEMPERATURES)] for s in states]
+    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.tensor(temperatures, device=logits.device)
+    weights = (scaled.softmax(-1).double() * _WEIGHT_ONE).long()
+    min_p = torch.tensor([[s.params.min_p] for s in states], dtype=torch.float64, device=logits.device)
+    return torch.where(weights >= min_p * weights.amax(-1, keepdim=True), weights, 0)
+
+
+def _truncate(logits: Tensor, weights: Tensor, states: list[SamplerState]) -> Tensor:
+    """Zero the weights [R, V] outside the top_k largest logits and, of those left, outside the smallest set of mass top_p."""
+    vocab, device = logits.shape[-1], logits.device
+    order = logits.sort(dim=-1, descending=True, stable=True).indices  # stable: ties in the order of ids
+    ranked = weights.gather(-1, order)
+    top_k = torch.tensor([[s.params.top_k or vocab] for s in states], device=device)
+    ranked = torch.where(torch.arange(vocab, device=device) < top_k, ranked, 0)
+    top_p = torch.tensor([[s.params.top_p] for s in states], dtype=torch.float64, device=device)
+    cumulative = ranked.cumsum(-1)
+    ranked = torch.where(cumulative - ranked < top_p * cumulative[:, -1:], ranked, 0)
+    return torch.zeros_like(weights).scatter_(-1, order, ranked)
+
+
+def _score(logits: Tensor, targets: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of `targets` and of the `num_top` best tokens of each row of raw logits [n, V]."""
+    result: list[TokenLogprobs] = []
+    for start in range(0, len(targets), _ROWS_PER_SLICE):
+        part = slice(start, start + _ROWS_PER_SLICE)
+        result += _score_slice(logits[part], targets[part], num_top[part])
+    return result
+
+
+def _score_slice(logits: Tensor, targets: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+    vocab = logits.shape[-1]
+    target = torch.tensor(targets, device=logits.device).unsqueeze(-1)
+    own = logits.gather(-1, target)
+    earlier = (logits == own) & (torch.arange(vocab, device=logits.device) < target)
+    ranks = 1 + ((logits > own) | earlier).sum(-1)
+    logprobs = logits.log_softmax(-1).clamp(min=LOGPROB_FLOOR)
+    everything = torch.full((len(targets),), vocab, device=logits.device)
+    top = select_topk(logits, everything, max(*num_top, 1)).long()  # ids ascend, so the stable sort orders ties by id
+    top = top.gather(-1, logits.gather(-1, top).sort(dim=-1, descending=True, stable=True).indices)
+    own_list, top_list = logprobs.gather(-1, target).squeeze(-1).tolist(), logprobs.gather(-1, top).tolist()
+    rows = zip(targets, own_list, ranks.tolist(), top.tolist(), top_list, num_top, strict=True)
+    return [TokenLogprobs(token, own, rank, ids[:k], values[:k]) for token, own, rank, ids, values, k in rows]
+
+
+def _complaint(model_ok: bool, usable: bool) -> str | None:
+    if not model_ok:
+        return "the model gave no usable logits (NaN or infinite) for this request"
+    return None if usable else "no token is left to choose from: min_tokens forbids every token that the model allows"
+
+
+def _clamp(value: float, bounds: tuple[float, float]) -> float:
+    return min(max(value, bounds[0]), bounds[1])
