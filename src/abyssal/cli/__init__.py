@@ -1,0 +1,55 @@
+"""The command line: `abyssal serve | generate | chat | doctor`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+import abyssal
+from abyssal.cli.console import fail
+from abyssal.cli.options import EPILOG
+from abyssal.errors import AbyssalError, ConfigError
+
+# Command -> first line of its help. Each lives in the module of its name, imported when it is used: `abyssal --help` is quick.
+COMMANDS = {
+    "serve": "Serve the OpenAI API over HTTP.",
+    "generate": "Complete one prompt.",
+    "chat": "Talk to the model in the terminal.",
+    "doctor": "Show what this machine can run, and why not more.",
+}
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"abyssal.cli.{cmd_name}").command
+        command.help, command.epilog = COMMANDS[cmd_name], EPILOG
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(abyssal.__version__, prog_name="abyssal")
+def cli() -> None:
+    """Abyssal: an inference engine for DeepSeek V4 and V4.1.
+
+    MODEL is a checkpoint folder or a Hugging Face id; without it, the embedded tiny-v4.
+    """
+
+
+def main() -> None:
+    """Entry point of the `abyssal` script. Deliberate errors are one line: exit code 2 for options, 1 for anything else."""
+    try:
+        cli(prog_name="abyssal")
+    except AbyssalError as error:
+        fail(str(error))
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

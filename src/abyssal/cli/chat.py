@@ -1,0 +1,85 @@
+"""`abyssal chat`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from abyssal.cli.console import fail, log_to_stderr
+from abyssal.cli.options import config_options, model_argument, sampling_options, split_config, split_sampling
+from abyssal.config import EngineConfig
+from abyssal.engine.request import SamplingParams
+from abyssal.errors import RequestError
+
+if TYPE_CHECKING:
+    from abyssal.llm import LLM
+
+Messages = list[dict[str, Any]]
+
+HELP = "/reset starts over, /exit leaves"
+
+
+@click.command("chat")
+@model_argument
+@click.option("--system", default=None, help="system message")
+@click.option("--thinking/--no-thinking", default=None, help="let the model think first; default: what the checkpoint says")
+@sampling_options
+@config_options(EngineConfig)
+def command(system: str | None, thinking: bool | None, **given: Any) -> None:
+    params = split_sampling(given)
+    config = split_config(given)
+    log_to_stderr()
+    from abyssal.llm import LLM
+
+    with LLM(**asdict(config)) as llm:
+        converse(llm, [] if system is None else [{"role": "system", "content": system}], params, thinking)
+
+
+def converse(llm: LLM, start: Messages, params: SamplingParams, thinking: bool | None) -> None:
+    """Answer line after line until /exit or the end of the input. `start` is what /reset goes back to."""
+    messages = list(start)
+    for line in _lines():
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages = list(start)
+        elif line.startswith("/"):
+            fail(f"unknown command {line.split()[0]!r}: {HELP}; begin with a space to send it as text")
+        elif line.strip():
+            _turn(llm, messages, line.removeprefix(" "), params, thinking)
+
+
+def _turn(llm: LLM, messages: Messages, text: str, params: SamplingParams, thinking: bool | None) -> None:
+    """Ask, stream the answer, and remember both. A turn that fails is not remembered; Ctrl-C keeps what was said so far."""
+    asked = [*messages, {"role": "user", "content": text}]
+    answer: list[str] = []
+    try:
+        for delta in llm.stream_chat(asked, params, thinking):
+            click.echo(delta.text, nl=False)
+            answer.append(delta.text)
+    except RequestError as error:
+        fail(str(error))
+        return
+    except KeyboardInterrupt:
+        pass
+    click.echo()
+    messages[:] = [*asked, {"role": "assistant", "content": "".join(answer)}]
+
+
+def _lines() -> Iterator[str]:
+    """Lines of standard input; with a prompt and line editing when a person types them."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    import readline  # noqa: F401  importing it gives input() its editing keys and history
+
+    click.echo(HELP, err=True)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return

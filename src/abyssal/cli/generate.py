@@ -1,0 +1,35 @@
+"""`abyssal generate`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from typing import Any
+
+import click
+
+from abyssal.cli.console import log_to_stderr
+from abyssal.cli.options import config_options, model_argument, sampling_options, split_config, split_sampling
+from abyssal.config import EngineConfig
+
+MAX_TOKENS = 256  # a raw completion often has no end of its own
+
+
+@click.command("generate")
+@model_argument
+@click.option("--prompt", required=True, help="text to complete, as it is; - reads standard input")
+@sampling_options
+@config_options(EngineConfig)
+def command(prompt: str, **given: Any) -> None:
+    params = split_sampling(given)
+    config = split_config(given)
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=MAX_TOKENS)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    log_to_stderr()
+    from abyssal.llm import LLM
+
+    with LLM(**asdict(config)) as llm:
+        for delta in llm.stream(text, params):
+            click.echo(delta.text, nl=False)
+    click.echo()
