@@ -85,7 +85,9 @@ def recall() -> Callable[[int], list[dict[str, Tensor]]]:
     def load(tokens: int) -> list[dict[str, Tensor]]:
         path = DATA / "recall_small.safetensors" if tokens in (512, 2048) else outside
         if not path.is_file():
-            pytest.skip(f"recall documents of {tokens} tokens are not here; they lie beside the folder that ABYSSAL_GOLDENS names")
+            pytest.skip(
+                f"recall documents of {tokens} tokens are not here; they lie beside the folder that ABYSSAL_GOLDENS names"
+            )
         documents: dict[str, dict[str, Tensor]] = {}
         with safe_open(path, "pt") as file:
             for key in file.keys():

@@ -21,12 +21,16 @@ def test_the_embedded_checkpoint_is_whole() -> None:
 def test_a_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("downloaded although the folder exists"))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("downloaded although the folder exists")
+    )
     assert resolve_model("owner/name") == Path("owner/name")
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("name", ["", "nothing-here", "/no/such/folder", "./x", "../x/y", "a/b/c", "owner/", "/name", "https://x.org/a"])
+@pytest.mark.parametrize(
+    "name", ["", "nothing-here", "/no/such/folder", "./x", "../x/y", "a/b/c", "owner/", "/name", "https://x.org/a"]
+)
 def test_names_that_are_neither_folder_nor_repository(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """n09: no name leads anywhere but to a folder the operator gave or to a repository id."""
     monkeypatch.chdir(tmp_path)
@@ -59,7 +63,8 @@ def test_only_data_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "error", [OfflineModeIsEnabled("offline"), LocalEntryNotFoundError("no snapshot\nmore lines"), OSError(""), ValueError("bad id")]
+    "error",
+    [OfflineModeIsEnabled("offline"), LocalEntryNotFoundError("no snapshot\nmore lines"), OSError(""), ValueError("bad id")],
 )
 def test_a_failed_download_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def download(repo_id: str, allow_patterns: list[str]) -> str:
