@@ -361,7 +361,7 @@ def test_poisoned_row_ends_its_own_request_only(params, poison):
         logits[1] = float(poison.removeprefix("all "))
     else:
         logits[1, 13] = poison
-    make = lambda i: state(seed=i, **params)  # noqa: E731
+    make = lambda i: state(seed=i, **params)
     tokens = sample(logits, [make(i) for i in range(3)])
     assert tokens[1].token_id == -1 and "logits" in tokens[1].error and tokens[1].logprobs is None
     for i in (0, 2):
@@ -381,6 +381,6 @@ def test_cuda_draws_what_the_cpu_draws():
     """Integer weights make a draw depend on rounding of softmax only: of 256 draws at most 2 may fall on another token."""
     torch.manual_seed(2)
     logits = torch.randn(256, 129280) * 3
-    states = lambda: [state(seed=i, top_p=0.9 if i % 2 else 1.0, top_k=50 * (i % 3)) for i in range(256)]  # noqa: E731
+    states = lambda: [state(seed=i, top_p=0.9 if i % 2 else 1.0, top_k=50 * (i % 3)) for i in range(256)]
     cpu, cuda = sample(logits, states()), sample(logits.cuda(), states())
     assert sum(a.token_id != b.token_id for a, b in zip(cpu, cuda, strict=True)) <= 2
