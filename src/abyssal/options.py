@@ -75,9 +75,11 @@ class OptionSpec:
         if self.in_bytes:
             return "a number of bytes of at least 1, such as 4GiB"
         kind = {str: "a non-empty string", int: "an integer", float: "a number", bool: "true or false"}[self.type]
-        bounds = [f"{word} {bound:g}" for word, bound in (("above", self.above), ("at least", self.low)) if bound is not None]
-        bounds += [f"at most {self.high:g}"] if self.high is not None else []
-        return " ".join([kind, " and ".join(bounds)]).strip()
+        if self.low is not None and self.low == self.high:
+            return f"{self.low}"
+        limits = (("above", self.above), ("at least", self.low), ("at most", self.high))
+        bounds = " and ".join(f"{word} {bound}" for word, bound in limits if bound is not None)
+        return f"{kind} {bounds}".strip()
 
     def allows(self, value: Any) -> bool:
         """Whether a field may hold `value`."""

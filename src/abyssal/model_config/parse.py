@@ -12,6 +12,7 @@ from abyssal.model_config.reader import Section, merge, rename
 from abyssal.model_config.rope import parse_rope
 
 WHERE = "config.json"
+DSPARK_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_markov_rank", "dspark_target_layer_ids")
 V41_ONLY = ("kv_source_layer_ids", "index_source_layer_ids")
 
 
@@ -208,7 +209,7 @@ def _draft(config: Section, family: Family, num_layers: int, vocab_size: int) ->
     stages = [config.integer(name, low=0) for name in ("num_nextn_predict_layers", "n_mtp_layers") if config.given(name)]
     if not stages:
         raise ConfigError(f"{config.where}: required key 'num_nextn_predict_layers' is missing; 0 means no draft layers")
-    dspark = family == "v41" or config.given("dspark_block_size")
+    dspark = family == "v41" or any(config.given(name) for name in DSPARK_KEYS)
     if dspark:
         _check_dspark(config, family, num_layers, vocab_size)
     elif len(set(stages)) > 1:
@@ -219,10 +220,11 @@ def _draft(config: Section, family: Family, num_layers: int, vocab_size: int) ->
 
 
 def _check_dspark(config: Section, family: Family, num_layers: int, vocab_size: int) -> None:
-    config.integer("dspark_block_size")
-    config.integer("dspark_noise_token_id", low=0, high=vocab_size - 1)
-    config.integer("dspark_markov_rank")
-    config.integers("dspark_target_layer_ids", high=num_layers - 1)
+    block_size, noise_token, markov_rank, target_layers = DSPARK_KEYS
+    config.integer(block_size)
+    config.integer(noise_token, low=0, high=vocab_size - 1)
+    config.integer(markov_rank)
+    config.integers(target_layers, high=num_layers - 1)
     if family == "v41":
         experts = config.integer("dspark_n_routed_experts")
         config.integer("dspark_num_experts_per_tok", high=experts)

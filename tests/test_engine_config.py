@@ -1,0 +1,319 @@
+"""Engine and server options: the same word as field, flag and variable; `auto` is resolved once; impossible pairs are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.published_configs import v4_flash, v41_flash
+
+from abyssal import config as config_module
+from abyssal.config import EngineConfig, ModelConfig, ServerConfig, from_sources, resolve, server_from_sources
+from abyssal.errors import ConfigError
+from abyssal.model_config import parse_model_config
+from abyssal.options import OptionSpec, option_specs
+
+# One accepted value per option that differs from its default, and its text.
+ENGINE_VALUES: dict[str, tuple[Any, str]] = {
+    "model": ("some/folder", "some/folder"),
+    "device": ("cpu", "cpu"),
+    "dtype": ("bfloat16", "bfloat16"),
+    "kv_layout": ("bf16", "bf16"),
+    "compressed_kv_layout": ("same", "same"),
+    "index_layout": ("bf16", "bf16"),
+    "backend": ("reference", "reference"),
+    "block_size": (256, "256"),
+    "max_num_batched_tokens": (512, "512"),
+    "max_num_seqs": (3, "3"),
+    "gpu_memory_utilization": (0.5, "0.5"),
+    "kv_cache_bytes": (2 * 2**30, "2GiB"),
+    "max_model_len": (1000, "1000"),
+    "enable_prefix_caching": (False, "false"),
+    "seed": (7, "7"),
+    "served_model_name": ("name", "name"),
+    "num_threads": (2, "2"),
+}
+SERVER_VALUES: dict[str, tuple[Any, str]] = {
+    "host": ("0.0.0.0", "0.0.0.0"),
+    "port": (0, "0"),
+    "api_key": ("secret", "secret"),
+    "root_path": ("/v4", "/v4"),
+    "thinking": ("off", "off"),
+}
+EVERY_OPTION = [
+    (cls, build, name, value, text)
+    for cls, build, values in ((EngineConfig, from_sources, ENGINE_VALUES), (ServerConfig, server_from_sources, SERVER_VALUES))
+    for name, (value, text) in values.items()
+]
+V4, V41 = parse_model_config(v4_flash()), parse_model_config(v41_flash())
+
+
+def spec_of(name: str) -> OptionSpec:
+    return {spec.name: spec for spec in option_specs(EngineConfig) + option_specs(ServerConfig)}[name]
+
+
+def test_the_lists_above_cover_every_option() -> None:
+    assert list(ENGINE_VALUES) == [spec.name for spec in option_specs(EngineConfig)]
+    assert list(SERVER_VALUES) == [spec.name for spec in option_specs(ServerConfig)]
+    assert not set(ENGINE_VALUES) & set(SERVER_VALUES)  # both live in one environment and on one command line
+
+
+@pytest.mark.parametrize(("cls", "build", "name", "value", "text"), EVERY_OPTION)
+def test_every_option_works_as_field_flag_and_variable(cls: Any, build: Any, name: str, value: Any, text: str) -> None:
+    expected = cls(**{name: value})
+    spec = spec_of(name)
+    assert (spec.flag, spec.env) == ("--" + name.replace("_", "-"), "ABYSSAL_" + name.upper())
+    assert build({name: text}, {}) == expected
+    assert build({name: value}, {}) == expected
+    assert build({}, {spec.env: text, "HOME": "/", "PATH": ""}) == expected
+    assert spec.help and spec.default == getattr(cls(), name)
+
+
+@pytest.mark.parametrize(("cls", "build", "name", "value", "text"), EVERY_OPTION)
+def test_given_value_wins_over_variable_over_default(cls: Any, build: Any, name: str, value: Any, text: str) -> None:
+    """And a broken variable that a given value overrides does not matter; None means not given."""
+    assert build({name: value}, {spec_of(name).env: "\t"}) == cls(**{name: value})
+    assert build({name: None}, {spec_of(name).env: text}) == cls(**{name: value})
+    assert build({name: None}, {}) == cls()
+
+
+WRONG: list[tuple[type, str, list[Any]]] = [
+    (EngineConfig, "model", ["", "  ", 3, None]),
+    (EngineConfig, "device", ["gpu", "cuda:1", "CPU", None, 0]),
+    (EngineConfig, "dtype", ["float16", "fp32", None]),
+    (EngineConfig, "kv_layout", ["fp8", "v41_fp4", "same", None]),
+    (EngineConfig, "compressed_kv_layout", ["bf16", "v41", None]),
+    (EngineConfig, "index_layout", ["v4", "mxfp4", None]),
+    (EngineConfig, "backend", ["cuda", "", None]),
+    (EngineConfig, "block_size", [128, 255, 257, 0, None]),
+    (EngineConfig, "max_num_batched_tokens", [0, -1, 1.5, True, None]),
+    (EngineConfig, "max_num_seqs", [0, -1, True, "4", None]),
+    (EngineConfig, "gpu_memory_utilization", [0, 1.01, -0.5, float("nan"), float("inf"), True, None]),
+    (EngineConfig, "kv_cache_bytes", [0, -1, 1.5, True, "4GiB"]),
+    (EngineConfig, "max_model_len", [0, -5, 4096.0, False]),
+    (EngineConfig, "enable_prefix_caching", [1, 0, "true", None]),
+    (EngineConfig, "seed", [-1, 2**63, 1.0, None]),
+    (EngineConfig, "served_model_name", ["", 5]),
+    (EngineConfig, "num_threads", [0, -1, True]),
+    (ServerConfig, "host", ["", None]),
+    (ServerConfig, "port", [-1, 65536, "80", None]),
+    (ServerConfig, "api_key", ["", " ", 5]),
+    (ServerConfig, "root_path", [""]),
+    (ServerConfig, "thinking", ["high", True, None]),
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "values"), WRONG)
+def test_wrong_values_are_refused_by_name(cls: type, name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=f"^{name}=.* must be "):
+            cls(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("max_num_seqs", ["", " 4", "4.0", "1e3", "four", "0x10", "1_000", "0", "-1"]),
+        ("gpu_memory_utilization", ["", "nan", "inf", "90%", "0", "1.1", "0,5"]),
+        ("kv_cache_bytes", ["", "4G", "4gib", "GiB", "-1GiB", "0", "0GiB", "4 GiB extra", "1e9", "0x10", "0.1B"]),
+        ("enable_prefix_caching", ["", "maybe", "2"]),
+        ("device", ["", "gpu"]),
+    ],
+)
+def test_wrong_texts_are_refused_naming_option_or_variable(name: str, texts: list[str]) -> None:
+    for text in texts:
+        with pytest.raises(ConfigError, match=f"^{name}="):
+            from_sources({name: text}, {})
+        with pytest.raises(ConfigError, match=f"^(ABYSSAL_{name.upper()}|{name})="):
+            from_sources({}, {f"ABYSSAL_{name.upper()}": text})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("512B", 512),
+        ("3kB", None),
+        ("3KB", 3000),
+        ("3KiB", 3072),
+        ("4GiB", 2**32),
+        ("4 GiB", 2**32),
+        ("1.5GiB", 3 * 2**29),
+    ]
+    + [("2MB", 2_000_000), ("1TiB", 2**40)],
+)
+def test_sizes_in_bytes(text: str, size: int | None) -> None:
+    if size is None:
+        with pytest.raises(ConfigError, match="such as 4GiB"):
+            from_sources({"kv_cache_bytes": text}, {})
+    else:
+        assert from_sources({"kv_cache_bytes": text}, {}).kv_cache_bytes == size
+
+
+def test_unknown_options_and_variables_are_errors() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'kv_layuot'; did you mean 'kv_layout'"):
+        from_sources({"kv_layuot": "bf16"}, {})
+    with pytest.raises(ConfigError, match="unknown option 'port'"):
+        from_sources({"port": 1}, {})
+    for build in (from_sources, server_from_sources):
+        with pytest.raises(ConfigError, match="ABYSSAL_KV_LAYUOT; did you mean 'ABYSSAL_KV_LAYOUT'"):
+            build({}, {"ABYSSAL_KV_LAYUOT": "bf16"})
+        with pytest.raises(ConfigError, match="unknown environment variable ABYSSAL_"):
+            build({}, {"ABYSSAL_": "1"})
+    with pytest.raises(TypeError):
+        EngineConfig(kv_layuot="bf16")  # type: ignore[call-arg]
+
+
+def test_engine_and_server_share_one_environment() -> None:
+    env = {"ABYSSAL_PORT": "9000", "ABYSSAL_MAX_NUM_SEQS": "2", "ABYSSAL_GOLDENS": "/somewhere", "MY_ABYSSAL_X": "1"}
+    assert from_sources({}, env) == EngineConfig(max_num_seqs=2)
+    assert server_from_sources({}, env) == ServerConfig(port=9000)
+
+
+@given(st.text(max_size=12))
+def test_no_text_crashes_the_parser(text: str) -> None:
+    for name in ENGINE_VALUES:
+        try:
+            from_sources({name: text}, {})
+        except ConfigError:
+            continue
+
+
+def test_configs_are_frozen_and_say_what_they_hold() -> None:
+    config = EngineConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1  # type: ignore[misc]
+    assert all(f"{spec.name}=" in repr(config) for spec in option_specs(EngineConfig))
+
+
+def test_the_api_key_is_shown_nowhere() -> None:
+    assert "hunter2" not in repr(ServerConfig(api_key="hunter2"))
+    with pytest.raises(ConfigError) as caught:
+        ServerConfig(api_key=["hunter2"])  # type: ignore[arg-type]
+    assert "hunter2" not in str(caught.value)
+
+
+def test_prefix_caching_is_refused_until_it_exists() -> None:
+    for make in (
+        lambda: EngineConfig(enable_prefix_caching=True),
+        lambda: from_sources({}, {"ABYSSAL_ENABLE_PREFIX_CACHING": "1"}),
+    ):
+        with pytest.raises(ConfigError, match="prefix caching is not available yet"):
+            make()
+
+
+# --- resolve ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [V4, V41], ids=["v4", "v41"])
+def test_auto_on_cpu(model: ModelConfig) -> None:
+    config = EngineConfig()
+    resolved = resolve(config, model, device_available=False)
+    expected = {"device": "cpu", "dtype": "float32", "kv_layout": "fp32", "compressed_kv_layout": "same", "index_layout": "fp32"}
+    expected |= {"backend": "reference", "kv_cache_bytes": 4 * 2**30, "served_model_name": "tiny-v4"}
+    assert resolved == dataclasses.replace(config, **expected)
+    assert config == EngineConfig()  # a new object; the given one still says auto
+
+
+@pytest.mark.parametrize("model", [V4, V41], ids=["v4", "v41"])
+def test_auto_on_cuda_until_packed_records_exist(model: ModelConfig) -> None:
+    resolved = resolve(EngineConfig(), model, device_available=True)
+    assert (resolved.device, resolved.dtype, resolved.kv_cache_bytes) == ("cuda", "bfloat16", None)
+    assert (resolved.kv_layout, resolved.compressed_kv_layout, resolved.index_layout) == ("bf16", "same", "bf16")
+
+
+@pytest.mark.parametrize(("model", "layouts"), [(V4, ("v4", "same", "fp8")), (V41, ("v41", "fp4", "fp4"))], ids=["v4", "v41"])
+def test_auto_on_cuda_once_everything_exists(
+    model: ModelConfig, layouts: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table is complete already: only the list of what is built has to grow."""
+    everything = {name: spec_of(name).choices for name in config_module.BUILT}
+    monkeypatch.setattr(config_module, "BUILT", everything)
+    resolved = resolve(EngineConfig(), model, device_available=True)
+    assert (resolved.kv_layout, resolved.compressed_kv_layout, resolved.index_layout) == layouts
+    crossed = resolve(EngineConfig(kv_layout="v41"), V4, device_available=True)
+    assert (crossed.compressed_kv_layout, crossed.index_layout) == ("same", "fp8")
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    for cuda in (False, True):
+        once = resolve(EngineConfig(), V4, cuda)
+        assert resolve(once, V4, cuda) == once
+        assert "auto" not in dataclasses.asdict(once).values()
+
+
+LAYOUTS = ("fp32", "bf16", "v4", "v41")
+
+
+@pytest.mark.parametrize("model", [V4, V41], ids=["v4", "v41"])
+@pytest.mark.parametrize(("kv", "compressed"), list(itertools.product(LAYOUTS, ("same", "fp8", "fp4"))))
+def test_only_the_allowed_layout_pairs_pass(
+    kv: str, compressed: str, model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(kv_layout=kv, compressed_kv_layout=compressed)
+    allowed = compressed == "same" or (kv, compressed) == ("v41", "fp4")
+    if not allowed:
+        with pytest.raises(ConfigError, match=f"compressed_kv_layout='{compressed}' does not go with kv_layout='{kv}'"):
+            resolve(config, model, False)
+    elif kv in ("v4", "v41"):
+        with pytest.raises(ConfigError, match=f"kv_layout '{kv}' is not available yet; choose fp32 or bf16"):
+            resolve(config, model, False)
+    else:
+        assert resolve(config, model, False).kv_layout == kv
+    if allowed:
+        everything = {name: spec_of(name).choices for name in config_module.BUILT}
+        monkeypatch.setattr(config_module, "BUILT", everything)
+        for index in ("fp32", "bf16", "fp8", "fp4"):
+            resolved = resolve(dataclasses.replace(config, index_layout=index), model, False)
+            assert (resolved.kv_layout, resolved.compressed_kv_layout, resolved.index_layout) == (kv, compressed, index)
+
+
+@pytest.mark.parametrize(("kv", "index"), list(itertools.product(("fp32", "bf16"), repeat=2)))
+def test_every_built_index_layout_goes_with_every_built_kv_layout(kv: str, index: str) -> None:
+    resolved = resolve(EngineConfig(kv_layout=kv, index_layout=index), V4, False)
+    assert (resolved.kv_layout, resolved.index_layout) == (kv, index)
+    assert resolve(EngineConfig(kv_layout=kv), V4, False).index_layout == kv
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"index_layout": "fp8"}, "index_layout 'fp8' is not available yet; choose fp32 or bf16"),
+        ({"index_layout": "fp4"}, "index_layout 'fp4' is not available yet"),
+        ({"backend": "triton"}, "backend 'triton' is not available yet; choose reference"),
+        ({"backend": "hopper"}, "backend 'hopper' is not available yet; choose reference"),
+        ({"device": "cuda"}, "no usable CUDA device"),
+        ({"max_model_len": 1048577}, "max_model_len=1048577 exceeds the model's max_position_embeddings=1048576"),
+    ],
+)
+def test_what_model_machine_or_version_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineConfig(**options), V4, device_available=False)
+
+
+def test_explicit_values_survive_resolving() -> None:
+    given = EngineConfig(device="cpu", dtype="bfloat16", kv_layout="bf16", kv_cache_bytes=123, max_model_len=1048576, seed=3)
+    resolved = resolve(given, V4, device_available=True)
+    for name in ("device", "dtype", "kv_layout", "kv_cache_bytes", "max_model_len", "seed"):
+        assert getattr(resolved, name) == getattr(given, name)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("tiny", "tiny-v4"), ("/a/b/V4-Flash/", "V4-Flash"), ("owner/V4-Flash", "V4-Flash"), ("/", "/"), ("model", "model")],
+)
+def test_served_name_follows_the_model(model: str, name: str) -> None:
+    assert resolve(EngineConfig(model=model), V4, False).served_model_name == name
+    assert resolve(EngineConfig(model=model, served_model_name="mine"), V4, False).served_model_name == "mine"
+
+
+def test_configs_need_no_server_packages() -> None:
+    blocked = ("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "typer", "click", "torch")
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import abyssal.config, abyssal.model_config"
+    subprocess.run([sys.executable, "-c", code], check=True)
