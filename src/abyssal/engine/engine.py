@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from abyssal.checkpoint.source import resolve_model
-from abyssal.config import EngineConfig, load_generation_defaults, load_model_config, resolve
-from abyssal.engine.request import EngineLimits, EngineRequest, FinishReason, RequestUpdate, check_request
+from abyssal.config import EngineConfig, resolve
+from abyssal.engine.request import EngineLimits, EngineRequest, FinishReason, RequestUpdate, check_ids, check_request
 from abyssal.engine.runner import Runner
 from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, sample
 from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
 from abyssal.errors import EngineDeadError, RequestError
 from abyssal.kv.batch import Chunk
+from abyssal.model_config import load_generation_defaults, load_model_config
+from abyssal.tokenizer import Tokenizer
 
 log = logging.getLogger("abyssal")
 
@@ -30,12 +33,13 @@ class EngineInfo:
     model_name: str
     model_folder: str
     family: str
-    vocab_size: int
+    vocab_size: int  # ids that mean something: the tokenizer's count where there is one
     bos_token_id: int
     eos_token_ids: list[int]
     max_model_len: int
     capacity_tokens: int  # tokens that one sequence can hold in the caches
     options: dict[str, str]  # resolved engine options, printable
+    sampling_defaults: dict[str, Any]  # of the checkpoint's generation_config.json, as SamplingParams fields
 
     @property
     def limits(self) -> EngineLimits:
@@ -69,18 +73,19 @@ class Engine:
             torch.set_num_threads(self.config.num_threads)
         self.runner = Runner(folder, model_config, self.config)
         self.cache = self.runner.cache
-        eos, _ = load_generation_defaults(folder)
-        self.eos_token_ids = sorted({*model_config.eos_token_ids, *eos})
+        tokenizer = Tokenizer.load(folder, model_config)
+        eos = {*model_config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
         self.info = EngineInfo(
             model_name=self.config.served_model_name or folder.name,
             model_folder=str(folder),
             family=model_config.family,
-            vocab_size=model_config.vocab_size,
+            vocab_size=tokenizer.vocab_size if tokenizer else model_config.vocab_size,
             bos_token_id=model_config.bos_token_id,
-            eos_token_ids=self.eos_token_ids,
+            eos_token_ids=sorted(eos),
             max_model_len=self.runner.max_model_len,
             capacity_tokens=self.runner.capacity_tokens,
             options={name: str(getattr(self.config, name)) for name in _PRINTED_OPTIONS},
+            sampling_defaults=load_generation_defaults(folder)[1],
         )
         self.scheduler = Scheduler(self.cache, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._sequences: dict[str, Sequence] = {}
@@ -108,7 +113,7 @@ class Engine:
         max_new_tokens = check_request(request, self.info.limits)
         self._requests_seen += 1
         sampler = SamplerState(
-            request.params, request.prompt_ids, self.eos_token_ids, fallback_seed=(self.config.seed, self._requests_seen)
+            request.params, request.prompt_ids, self.info.eos_token_ids, fallback_seed=(self.config.seed, self._requests_seen)
         )
         seq = Sequence(request, self.cache.new_sequence(), sampler, max_new_tokens, list(request.prompt_ids))
         self._sequences[request.request_id] = seq
@@ -118,6 +123,30 @@ class Engine:
         """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended."""
         if (seq := self._sequences.pop(request_id, None)) is not None:
             self.scheduler.remove(seq)
+
+    def score(self, token_ids: list[int], chunk_sizes: list[int], rows: list[int]) -> Tensor:
+        """Logits fp32 [len(rows), V] on the CPU of ascending positions `rows`, the prefill cut into `chunk_sizes`.
+
+        Raises:
+            RequestError: a token id is unknown, or the caches have no room beside the requests that run.
+        """
+        check_ids("token_ids", token_ids, self.info.vocab_size)
+        cache, start, parts = self.cache.new_sequence(), 0, []
+        try:
+            for count in chunk_sizes:
+                if not self.cache.allocate(cache, start, start + count):
+                    raise RequestError(
+                        f"the KV cache has no room for {len(token_ids)} tokens in chunks of {count}; raise kv_cache_bytes or cut smaller",
+                        param="token_ids",
+                    )
+                wanted = [p - start for p in rows if start <= p < start + count]
+                chunk = Chunk(token_ids[start : start + count], start, cache)
+                parts.append(self.runner([chunk], wanted).float().cpu())
+                start += count
+                self.cache.release_unneeded(cache, start)
+        finally:
+            self.cache.free(cache)
+        return torch.cat(parts)
 
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
@@ -226,9 +255,7 @@ class Engine:
         )
 
     def _finish_reason(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
-        params = seq.request.params
-        ends = token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos)
-        if ends and seq.num_output >= params.min_tokens:
+        if token in seq.sampler.ending_ids:  # never drawn before min_tokens
             return "stop", token
         return ("length", None) if seq.num_output >= seq.max_new_tokens else (None, None)
 
@@ -241,7 +268,9 @@ class Engine:
         self.scheduler.remove(seq)
 
 
-_PRINTED_OPTIONS = ("device", "dtype", "kv_layout", "compressed_kv_layout", "index_layout", "backend", "max_num_seqs", "max_num_batched_tokens")
+_PRINTED_OPTIONS = (
+    "device", "dtype", "kv_layout", "compressed_kv_layout", "index_layout", "backend", "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
 
 
 def _prompt_positions(seq: Sequence, start: int, end: int) -> list[int]:

@@ -165,9 +165,9 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> int:
         raise RequestError(f"request_id={_show(request.request_id)} must be a non-empty string", param="request_id")
     if not isinstance(request.prompt_ids, list) or not request.prompt_ids:
         raise RequestError("the prompt is empty; give at least one token", param="prompt")
-    _check_ids("prompt", request.prompt_ids, limits.vocab_size)
-    _check_ids("logit_bias", params.logit_bias or (), limits.vocab_size)
-    _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    check_ids("prompt", request.prompt_ids, limits.vocab_size)
+    check_ids("logit_bias", params.logit_bias or (), limits.vocab_size)
+    check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     room = _room(len(request.prompt_ids), limits)
     if params.min_tokens > room:
         raise RequestError(
@@ -191,7 +191,8 @@ def _room(prompt_tokens: int, limits: EngineLimits) -> int:
     return limit - prompt_tokens
 
 
-def _check_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:
+def check_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:
+    """Raise RequestError, naming the field `name`, unless every id is an integer in [0, vocab_size)."""
     for token in ids:
         if type(token) is not int:  # bool is an int to isinstance
             raise RequestError(f"{name}: {_show(token)} is not a token id; ids are integers", param=name)
@@ -221,7 +222,7 @@ def _check_logit_bias(bias: Any) -> None:
         raise RequestError(f"logit_bias={_show(bias)} must map token ids to numbers", param="logit_bias")
     if len(bias) > MAX_LOGIT_BIAS:
         raise RequestError(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias")
-    _check_ids("logit_bias", bias, _MAX_COUNT)
+    check_ids("logit_bias", bias, _MAX_COUNT)
     for token, value in bias.items():
         if type(value) not in (int, float) or not -100 <= value <= 100:
             message = f"logit_bias: the value {_show(value)} of token id {token} must be a number from -100 to 100"
@@ -246,7 +247,7 @@ def _check_stop_token_ids(ids: Any) -> None:
     if len(ids) > MAX_STOP_TOKEN_IDS:
         message = f"stop_token_ids has {len(ids)} entries; at most {MAX_STOP_TOKEN_IDS} are allowed"
         raise RequestError(message, param="stop_token_ids")
-    _check_ids("stop_token_ids", ids, _MAX_COUNT)
+    check_ids("stop_token_ids", ids, _MAX_COUNT)
 
 
 def _show(value: Any) -> str:

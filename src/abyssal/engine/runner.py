@@ -31,7 +31,8 @@ class Runner:
         self.device = torch.device(config.device)
         dtype = getattr(torch, config.dtype)
         self.model = Model(load_weights(folder, model_config, self.device, dtype, progress=True), model_config, dtype)
-        plan = plan_caches(model_config, config.kv_layout, config.compressed_kv_layout, config.index_layout)
+        compressed = config.kv_layout if config.compressed_kv_layout == "same" else config.compressed_kv_layout
+        plan = plan_caches(model_config, config.kv_layout, compressed, config.index_layout)
         longest = config.max_model_len or model_config.max_position
         self.sizes = divide_budget(plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
         self.max_model_len = self._max_model_len(self.sizes)

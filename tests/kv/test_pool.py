@@ -1,0 +1,154 @@
+"""Pools and page tables: no page owned twice, none lost, freed pages never read."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from abyssal.kv.pool import NO_PAGE, KVCache, PagePool
+from abyssal.kv.specs import plan_caches
+from tests.support.small_model import small_config
+
+CPU = torch.device("cpu")
+CONFIG = small_config([0, 4, 128, 4])
+PLAN = plan_caches(CONFIG, "fp32", "bf16", "bf16")
+
+
+def held_pages(cache: KVCache, sequences) -> dict[str, list[int]]:
+    held: dict[str, list[int]] = {bucket: [] for bucket in cache.pools}
+    for seq in sequences:
+        for name, table in seq.tables.items():
+            held[cache.specs[name].bucket] += [p for p in table.pages.ravel().tolist() if p != NO_PAGE]
+    return held
+
+
+def test_taking_too_many_is_an_error_and_takes_nothing():
+    pool = PagePool(64, 3, CPU)
+    with pytest.raises(RuntimeError, match="3 free pages, 4 asked"):
+        pool.take(4)
+    assert sorted(pool.take(3).tolist()) == [1, 2, 3] and pool.num_free == 0
+
+
+def test_allocation_is_all_or_nothing():
+    cache = KVCache(PLAN, {"main": 8, "index": 100, "small": 100}, CPU)
+    seq = cache.new_sequence()
+    before = {b: p.num_free for b, p in cache.pools.items()}
+    assert not cache.allocate(seq, 0, 4000)
+    assert {b: p.num_free for b, p in cache.pools.items()} == before and held_pages(cache, [seq]) == {b: [] for b in before}
+
+
+def test_windows_shrink_and_whole_context_stays():
+    cache = KVCache(PLAN, {"main": 200, "index": 100, "small": 100}, CPU)
+    seq = cache.new_sequence()
+    for start in range(0, 2000, 100):
+        assert cache.allocate(seq, start, start + 100)
+        cache.release_unneeded(seq, start + 100)
+    for name, spec in cache.specs.items():
+        blocks = int((seq.tables[name].pages[0] != NO_PAGE).sum())
+        if spec.window is None:
+            assert blocks == -(-(2000 // spec.ratio) // spec.entries_per_page)
+        else:
+            assert blocks <= (spec.window + 8) // spec.entries_per_page + 2
+            assert seq.tables[name].first_block == spec.first_kept(2000) // spec.entries_per_page
+    cache.free(seq)
+    assert all(p.num_free == p.num_pages for p in cache.pools.values()) and not any(cache.used_by_kind.values())
+
+
+def test_a_pool_emptied_by_one_kind_serves_another():
+    cache = KVCache(PLAN, {"main": 24, "index": 100, "small": 100}, CPU)
+    first, second = cache.new_sequence(), cache.new_sequence()
+    assert cache.allocate(first, 0, 40)
+    assert not cache.allocate(second, 0, 400)
+    cache.free(first)
+    grown = 0
+    while cache.allocate(second, grown, grown + 1):
+        grown += 1
+        cache.release_unneeded(second, grown)
+    assert grown > 256 and cache.pools["main"].num_free < len(CONFIG.layers)
+
+
+@pytest.mark.parametrize("name", list(PLAN.specs))
+def test_records_are_where_their_slots_say(name):
+    cache = KVCache(PLAN, {"main": 9, "index": 9, "small": 9}, CPU)
+    view = cache.views[name]
+    spec = view.spec
+    count = 9 * spec.entries_per_page
+    slots = torch.randperm(count)[: min(count, 50)] + spec.entries_per_page
+    values = torch.randn(len(slots), spec.layout.dim)
+    view.write(slots, values)
+    assert torch.equal(view.read(slots.int()), values.to(spec.layout.dtype).float())
+    raw = cache.pools[spec.bucket].data
+    for slot, value in zip(slots.tolist(), values, strict=True):
+        page, row = divmod(slot, spec.entries_per_page)
+        offset = spec.layout.data_offset(row, spec.entries_per_page)
+        stored = raw[page, offset : offset + spec.layout.data_bytes].clone().view(spec.layout.dtype)
+        assert torch.equal(stored, value.to(spec.layout.dtype))
+
+
+@pytest.mark.parametrize("name", list(PLAN.specs))
+def test_slot_minus_one_reads_zeros_however_poisoned_the_pool(name):
+    cache = KVCache(PLAN, {"main": 2, "index": 2, "small": 2}, CPU)
+    rows = cache.views[name].read(torch.tensor([[-1, -1]]))
+    assert rows.shape[:2] == (1, 2) and rows.abs().max() == 0
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Sequences that grow, are trimmed and end in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = KVCache(PLAN, {"main": 60, "index": 30, "small": 12}, CPU)
+        self.live: list = []
+        self.lengths: dict[int, int] = {}
+
+    @rule(count=st.integers(1, 300))
+    def start(self, count: int) -> None:
+        seq = self.cache.new_sequence()
+        if self.cache.allocate(seq, 0, count):
+            self.live.append(seq)
+            self.lengths[id(seq)] = count
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 99), count=st.integers(1, 200))
+    def extend(self, which: int, count: int) -> None:
+        seq = self.live[which % len(self.live)]
+        length = self.lengths[id(seq)]
+        before = held_pages(self.cache, [seq])
+        if self.cache.allocate(seq, length, length + count):
+            self.lengths[id(seq)] = length + count
+        else:
+            assert held_pages(self.cache, [seq]) == before
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 99))
+    def trim(self, which: int) -> None:
+        seq = self.live[which % len(self.live)]
+        self.cache.release_unneeded(seq, self.lengths[id(seq)])
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 99))
+    def end(self, which: int) -> None:
+        self.cache.free(self.live.pop(which % len(self.live)))
+
+    @invariant()
+    def every_page_has_one_owner(self) -> None:
+        for bucket, held in held_pages(self.cache, self.live).items():
+            pool = self.cache.pools[bucket]
+            free = pool._free
+            assert len(set(held)) == len(held) and not set(held) & set(free)
+            assert len(held) + len(free) == pool.num_pages and NO_PAGE not in free
+
+    @invariant()
+    def what_queries_read_is_held(self) -> None:
+        for seq in self.live:
+            length = self.lengths[id(seq)]
+            for name, spec in self.cache.specs.items():
+                entries = np.arange(spec.first_kept(length) // spec.ratio, length // spec.ratio)
+                columns = entries // spec.entries_per_page - seq.tables[name].first_block
+                assert (columns >= 0).all() and (seq.tables[name].pages[:, columns] != NO_PAGE).all(), name
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

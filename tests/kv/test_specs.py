@@ -1,0 +1,41 @@
+"""Cache kinds and page sizes."""
+
+import pytest
+
+from abyssal.kv.specs import BLOCK_TOKENS, plan_caches
+from tests.support.small_model import small_config
+
+RELEASED = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "sliding_window": 128}
+
+
+def test_kinds_of_a_mixed_model():
+    specs = plan_caches(small_config([0, 4, 128, 4], **RELEASED), "fp32", "fp32", "fp32").specs
+    assert set(specs) == {"window", "c4", "c4_state", "c4_index", "c4_index_state", "c128", "c128_state"}
+    assert specs["window"].layers == (0, 1, 2, 3) and specs["c4"].layers == (1, 3) and specs["c128"].layers == (2,)
+    assert (specs["c4_state"].window, specs["c128_state"].window, specs["window"].window) == (8, 128, 128)
+    assert specs["c4"].entries_per_page == 64 and specs["c128"].entries_per_page == 2
+
+
+def test_whole_context_blocks_of_256_tokens():
+    plan = plan_caches(small_config([4, 128], **RELEASED), "bf16", "bf16", "bf16")
+    for spec in plan.specs.values():
+        if spec.window is None:
+            assert BLOCK_TOKENS % (spec.ratio * spec.entries_per_page) == 0
+
+
+@pytest.mark.parametrize("ratios", [[0], [0, 4], [128], [0, 4, 128, 4]])
+@pytest.mark.parametrize("dims", [{}, RELEASED, {"head_dim": 96}])
+@pytest.mark.parametrize("layout", ["fp32", "bf16"])
+def test_every_page_holds_its_entries_and_buckets_are_at_most_three(ratios, dims, layout):
+    plan = plan_caches(small_config(ratios, **dims), layout, layout, layout)
+    assert len(plan.page_bytes) <= 3
+    for spec in plan.specs.values():
+        page = plan.page_bytes[spec.bucket]
+        assert 1 <= spec.entries_per_page and spec.layout.page_bytes(spec.entries_per_page) <= page
+        if spec.window is None:
+            assert page <= 1.03 * spec.layout.page_bytes(spec.entries_per_page), "padding of a whole-context kind"
+
+
+def test_first_kept_covers_the_window_and_a_roll_back():
+    window = plan_caches(small_config([0], **RELEASED), "fp32", "fp32", "fp32").specs["window"]
+    assert [window.first_kept(n) for n in (1, 136, 137, 1000)] == [0, 0, 1, 864]

@@ -1,0 +1,28 @@
+"""Small model configurations for tests of single parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from abyssal.config import ModelConfig
+from abyssal.model_config import parse_model_config
+
+
+def config_dict(ratios: list[int], **changes: Any) -> dict[str, Any]:
+    """A `config.json` of a small V4 model with these compression ratios."""
+    base = {
+        "model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "vocab_size": 160, "hidden_size": 32,
+        "moe_intermediate_size": 16, "num_hidden_layers": len(ratios), "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+        "qk_rope_head_dim": 16, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "n_routed_experts": 4, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "num_hash_layers": 0, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "hidden_act": "silu", "index_n_heads": 16, "index_head_dim": 32, "index_topk": 8,
+        "sliding_window": 16, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+        "compress_rope_theta": 160000, "max_position_embeddings": 4096, "compress_ratios": ratios, "num_nextn_predict_layers": 0,
+        "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1},
+        "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False, "attention_bias": False, "attention_dropout": 0.0,
+    }  # fmt: skip
+    return base | changes
+
+
+def small_config(ratios: list[int], **changes: Any) -> ModelConfig:
+    return parse_model_config(config_dict(ratios, **changes))
