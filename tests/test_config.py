@@ -159,6 +159,14 @@ def test_i05_forms_that_clash_are_refused(layer: int) -> None:
         parse_model_config(transformers_form(v4_small()) | {"compress_ratios": clash})
 
 
+def test_i05_routers_that_clash_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_hash_layers=2 contradicts mlp_layer_types"):
+        parse_model_config(transformers_form(v4_small()) | {"num_hash_layers": 2})
+    kinds = transformers_form(v4_small())
+    kinds["mlp_layer_types"] = ["moe", "hash_moe"] + ["moe"] * 4  # said per layer, any pattern is a model
+    assert [plan.router for plan in parse_model_config(kinds).layers] == ["scored", "hash"] + ["scored"] * 4
+
+
 def test_i05_no_pattern_is_invented() -> None:
     with pytest.raises(ConfigError, match="neither compress_ratios nor layer_types"):
         parse_model_config(without(v4_small(), "compress_ratios"))
