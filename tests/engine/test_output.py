@@ -329,7 +329,7 @@ def test_l15_offsets_and_scores_do_not_depend_on_streaming(text, stops, cuts):
 
 
 def test_k15_scores_of_a_stop_string_do_not_leave_either():
-    output, deltas = run(single_bytes("hi STOP!"), stop=["STOP"], logprobs=0)
+    output, _ = run(single_bytes("hi STOP!"), stop=["STOP"], logprobs=0)
     assert [s.token_id for s in output.logprobs] == single_bytes("hi ")
     assert len(output.token_ids) == 7 and output.text_offsets == [0, 1, 2]
     included, _ = run(single_bytes("hi STOP!"), stop=["STOP"], logprobs=0, include_stop_str_in_output=True)
