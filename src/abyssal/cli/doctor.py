@@ -74,12 +74,13 @@ def _installed(package: str) -> str:
 
 
 def _implementations() -> Rows:
-    """Every value of the options that choose an implementation or a record format."""
+    """Every option that chooses an implementation or a record format: which of its values exist here."""
     rows = []
     for spec in option_specs(EngineConfig):
         if spec.name in BUILT:
-            values = [value for value in spec.choices or () if value != "auto"]
-            rows += [(spec.name, f"{value}: {'yes' if value in BUILT[spec.name] else 'not in this version'}") for value in values]
+            built = BUILT[spec.name]
+            missing = [value for value in spec.choices or () if value != "auto" and value not in built]
+            rows.append((spec.name, f"{', '.join(built)}; not in this version: {', '.join(missing)}"))
     return rows
 
 

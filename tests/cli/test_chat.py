@@ -1,0 +1,74 @@
+"""`abyssal chat`: what is sent, what is remembered, what a failure leaves behind."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from abyssal.cli.chat import converse
+from abyssal.engine.request import SamplingParams
+from abyssal.errors import RequestError
+
+
+@dataclass
+class Delta:
+    text: str
+
+
+@dataclass
+class ScriptedLLM:
+    """Answers "A1", "A2", ... in two pieces; raises where the script says so."""
+
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    asked: list[list[dict[str, Any]]] = field(default_factory=list)
+    thinking: list[bool | None] = field(default_factory=list)
+
+    def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams, thinking: bool | None) -> Iterator[Delta]:
+        self.asked.append([dict(m) for m in messages])
+        self.thinking.append(thinking)
+        yield Delta("A")
+        if (error := self.errors.get(len(self.asked))) is not None:
+            raise error
+        yield Delta(str(len(self.asked)))
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, text: str, llm: ScriptedLLM, start: list[dict[str, Any]] | None = None) -> list[str]:
+    """Run `text` as standard input; the contents of every request, joined by |."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    converse(llm, start or [], SamplingParams(), True)  # type: ignore[arg-type]
+    return ["|".join(m["content"] for m in messages) for messages in llm.asked]
+
+
+def test_the_conversation_grows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = ScriptedLLM()
+    assert talk(monkeypatch, "one\ntwo\n\n   \nthree", llm) == ["one", "one|A1|two", "one|A1|two|A2|three"]
+    assert [m["role"] for m in llm.asked[-1]] == ["user", "assistant"] * 2 + ["user"]
+    assert capsys.readouterr().out == "A1\nA2\nA3\n"
+    assert llm.thinking == [True] * 3
+
+
+def test_reset_keeps_the_system_message_and_exit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = [{"role": "system", "content": "S"}]
+    asked = talk(monkeypatch, "one\n/reset\ntwo\n/exit\nthree\n", ScriptedLLM(), start)
+    assert asked == ["S|one", "S|two"]
+    assert start == [{"role": "system", "content": "S"}]
+
+
+def test_an_unknown_command_is_not_sent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert talk(monkeypatch, "/rest now\n /rest is sent\n", ScriptedLLM()) == ["/rest is sent"]
+    assert "unknown command '/rest'" in capsys.readouterr().err
+
+
+def test_a_failed_turn_is_forgotten(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = ScriptedLLM(errors={1: RequestError("the prompt is too long")})
+    assert talk(monkeypatch, "one\ntwo\n", llm) == ["one", "two"]
+    assert "error: the prompt is too long" in capsys.readouterr().err
+
+
+def test_an_interrupted_answer_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = ScriptedLLM(errors={1: KeyboardInterrupt()})
+    assert talk(monkeypatch, "one\ntwo\n", llm) == ["one", "one|A|two"]
