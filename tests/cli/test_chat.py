@@ -17,13 +17,14 @@ from abyssal.errors import RequestError
 @dataclass
 class Delta:
     text: str
+    error: str | None = None
 
 
 @dataclass
 class ScriptedLLM:
-    """Answers "A1", "A2", ... in two pieces; raises where the script says so."""
+    """Answers "A1", "A2", ... in two pieces; fails where the script says so."""
 
-    errors: dict[int, BaseException] = field(default_factory=dict)
+    errors: dict[int, BaseException | str] = field(default_factory=dict)
     asked: list[list[dict[str, Any]]] = field(default_factory=list)
     thinking: list[bool | None] = field(default_factory=list)
 
@@ -31,8 +32,12 @@ class ScriptedLLM:
         self.asked.append([dict(m) for m in messages])
         self.thinking.append(thinking)
         yield Delta("A")
-        if (error := self.errors.get(len(self.asked))) is not None:
+        error = self.errors.get(len(self.asked))
+        if isinstance(error, BaseException):
             raise error
+        if error is not None:
+            yield Delta("", error)
+            return
         yield Delta(str(len(self.asked)))
 
 
@@ -64,9 +69,11 @@ def test_an_unknown_command_is_not_sent(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_a_failed_turn_is_forgotten(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    llm = ScriptedLLM(errors={1: RequestError("the prompt is too long")})
-    assert talk(monkeypatch, "one\ntwo\n", llm) == ["one", "two"]
-    assert "error: the prompt is too long" in capsys.readouterr().err
+    """Refused at the start, or ended by an error of the engine half way."""
+    llm = ScriptedLLM(errors={1: RequestError("the prompt is too long"), 2: "not a number in the logits"})
+    assert talk(monkeypatch, "one\ntwo\nthree\n", llm) == ["one", "two", "three"]
+    printed = capsys.readouterr().err
+    assert "error: the prompt is too long" in printed and "error: not a number in the logits" in printed
 
 
 def test_an_interrupted_answer_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:

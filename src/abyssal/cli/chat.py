@@ -61,6 +61,8 @@ def _turn(llm: LLM, messages: Messages, text: str, params: SamplingParams, think
         for delta in llm.stream_chat(asked, params, thinking):
             click.echo(delta.text, nl=False)
             answer.append(delta.text)
+            if delta.error is not None:
+                raise RequestError(delta.error)
     except RequestError as error:
         fail(str(error))
         return

@@ -11,6 +11,7 @@ import click
 from abyssal.cli.console import log_to_stderr
 from abyssal.cli.options import config_options, model_argument, sampling_options, split_config, split_sampling
 from abyssal.config import EngineConfig
+from abyssal.errors import AbyssalError
 
 MAX_TOKENS = 256  # a raw completion often has no end of its own
 
@@ -32,4 +33,6 @@ def command(prompt: str, **given: Any) -> None:
     with LLM(**asdict(config)) as llm:
         for delta in llm.stream(text, params):
             click.echo(delta.text, nl=False)
+            if delta.error is not None:
+                raise AbyssalError(delta.error)
     click.echo()
