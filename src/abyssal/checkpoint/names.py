@@ -124,9 +124,9 @@ def _parse_in_layer(prefix: str, name: str) -> Slot | None:
 def value_names(slot: Slot) -> list[str]:
     """The spellings looked for when the value of `slot` is missing, without their `model.` forms."""
     if slot.expert is not None:
-        layer = slot.target.removesuffix(".ffn.experts.w13").removesuffix(".ffn.experts.w2")
-        fused = {target: name for name, target in _FUSED.items()}[slot.target.removeprefix(f"{layer}.")]
-        return [f"{layer}.ffn.experts.{slot.expert}.{slot.piece}.weight", f"{layer}.{fused}"]
+        layer, _, stack = slot.target.partition(".ffn.")
+        single = [f"{layer}.{parent}.experts.{slot.expert}.{slot.piece}.weight" for parent in ("ffn", "mlp")]
+        return single + [f"{layer}.{fused}" for fused, target in _FUSED.items() if target == f"ffn.{stack}"]
     match = _LAYER.fullmatch(slot.target)
     if match is None:
         return [name for name, released in _IN_TOP.items() if released == slot.target]
