@@ -105,6 +105,13 @@ class Tokenizer:
             ) from error
         return (self._control if special else self._text).encode(text, add_special_tokens=False).ids
 
+    def encode_prompt(self, text: str, add_bos: bool = True) -> list[int]:
+        """Token ids of a raw prompt: control tokens written by hand count, and BOS comes first exactly once."""
+        ids = self.encode(text, special=True)
+        if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            return [self.bos_token_id, *ids]
+        return ids
+
     def encode_segments(self, segments: Iterable[str | SpecialToken]) -> list[int]:
         """Token ids of a prompt in which only the given `SpecialToken`s are control tokens.
 

@@ -34,6 +34,7 @@ class EngineInfo:
     model_folder: str
     family: str
     vocab_size: int  # ids that mean something: the tokenizer's count where there is one
+    model_vocab_size: int
     bos_token_id: int
     eos_token_ids: list[int]
     max_model_len: int
@@ -73,15 +74,16 @@ class Engine:
             torch.set_num_threads(self.config.num_threads)
         self.runner = Runner(folder, model_config, self.config)
         self.cache = self.runner.cache
-        tokenizer = Tokenizer.load(folder, model_config)
-        eos = {*model_config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
+        tokenizer = Tokenizer.load(folder, model_config.vocab_size)
+        eos = model_config.eos_token_ids
         self.info = EngineInfo(
             model_name=self.config.served_model_name or folder.name,
             model_folder=str(folder),
             family=model_config.family,
             vocab_size=tokenizer.vocab_size if tokenizer else model_config.vocab_size,
+            model_vocab_size=model_config.vocab_size,
             bos_token_id=model_config.bos_token_id,
-            eos_token_ids=sorted(eos),
+            eos_token_ids=tokenizer.eos_token_ids(eos) if tokenizer else sorted(eos),
             max_model_len=self.runner.max_model_len,
             capacity_tokens=self.runner.capacity_tokens,
             options={name: str(getattr(self.config, name)) for name in _PRINTED_OPTIONS},

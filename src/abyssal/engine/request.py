@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from abyssal.errors import RequestError
@@ -52,6 +52,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self.validate()
+
+    def for_output(self, index: int) -> SamplingParams:
+        """Parameters of output `index` of `n`, as a request of its own: a given seed moves on by one per output."""
+        seed = None if self.seed is None else min(self.seed + index, 2**63 - 1)
+        return replace(self, n=1, seed=seed)
 
     def validate(self) -> None:
         """Check every field by itself, then those that can contradict each other; -1 for `top_k` becomes 0."""

@@ -1,0 +1,174 @@
+"""The Python API: an engine in this process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from abyssal.config import from_sources
+from abyssal.engine.engine import Engine
+from abyssal.engine.output import CompletionOutput, OutputDelta, OutputProcessor, RequestOutput
+from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
+from abyssal.errors import ConfigError, RequestError
+from abyssal.kv.batch import Chunk
+from abyssal.tokenizer import Tokenizer
+
+Prompt = str | list[int]
+
+
+class LLM:
+    """A model, loaded and ready. `model` is a folder, a hub name or "tiny".
+
+    Options are the fields of `EngineConfig`; what is not given comes from `ABYSSAL_` variables, then from the defaults.
+
+    Raises:
+        ConfigError: an option is unknown or impossible.
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+
+    def __init__(self, model: str | Path = "tiny", **options: Any) -> None:
+        self.engine = Engine(from_sources({"model": str(model), **options}, os.environ))
+        info = self.engine.info
+        self.tokenizer = Tokenizer.load(Path(info.model_folder), info.model_vocab_size)
+        self._ids = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release weights and caches. The object cannot be used afterwards."""
+        del self.engine
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Complete every prompt (text or token ids), all in one batch; outputs in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt or parameter is bad; nothing is generated then.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one per prompt", param="params")
+        jobs = [self._job(p, sp) for p, sp in zip(prompts, each, strict=True)]
+        for _ in self._run(jobs):
+            pass
+        return [job.output for job in jobs]
+
+    def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None, thinking: bool | None = None) -> RequestOutput:
+        """Answer a conversation of `{"role": ..., "content": ...}` messages. `thinking` None = the checkpoint's default."""
+        return self.generate([self._chat_ids(messages, thinking)], params)[0]
+
+    def stream_chat(
+        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, thinking: bool | None = None
+    ) -> Iterator[OutputDelta]:
+        """As `chat` with n = 1, piece by piece. Leaving the loop early drops the request."""
+        return self.stream(self._chat_ids(messages, thinking), params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
+        """Complete one prompt piece by piece (n = 1). Leaving the loop early drops the request."""
+        return self._run([self._job(prompt, replace(params or SamplingParams(), n=1))])
+
+    def logits(
+        self,
+        token_ids: Sequence[int],
+        chunk_sizes: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
+        reuse_prefix: bool = False,
+    ) -> Tensor:
+        """Logits of a token sequence, computed through the paged caches as serving does.
+
+        Args:
+            token_ids: n ids.
+            chunk_sizes: how the prefill is cut, summing to n; None: as few chunks as `max_num_batched_tokens` allows.
+            positions: rows to return, each in [0, n); None: all.
+
+        Returns:
+            fp32 [n or len(positions), vocab], on the CPU.
+        """
+        ids = list(token_ids)
+        if reuse_prefix:
+            raise ConfigError("reuse_prefix=True needs prefix caching, which this version does not have")
+        engine = self.engine
+        sizes = list(chunk_sizes) if chunk_sizes is not None else _even_chunks(len(ids), engine.config.max_num_batched_tokens)
+        if sum(sizes) != len(ids) or any(s < 1 for s in sizes):
+            raise RequestError(f"chunk_sizes must be positive and sum to {len(ids)}, not {sizes[:8]}", param="chunk_sizes")
+        wanted = list(range(len(ids))) if positions is None else list(positions)
+        if bad := [p for p in wanted if not 0 <= p < len(ids)]:
+            raise RequestError(f"position {bad[0]} is outside the {len(ids)} tokens", param="positions")
+        rows = sorted(set(wanted))
+        logits = engine.score(ids, sizes, rows)
+        return logits[[rows.index(p) for p in wanted]] if wanted != rows else logits
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return self._require_tokenizer().encode_prompt(prompt)
+
+    def _chat_ids(self, messages: list[dict[str, Any]], thinking: bool | None) -> list[int]:
+        raise NotImplementedError
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this checkpoint has no tokenizer.json: give token ids, not text", param="prompt")
+        return self.tokenizer
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        text = prompt if isinstance(prompt, str) else None
+        return _Job(f"llm-{next(self._ids)}", text, self._prompt_ids(prompt), params, self.tokenizer)
+
+    def _run(self, jobs: list[_Job]) -> Iterator[OutputDelta]:
+        """Step until every job is done; whatever ends the loop, nothing of the jobs stays in the engine."""
+        owners = {request.request_id: (job, index) for job in jobs for index, request in enumerate(job.requests)}
+        try:
+            for job in jobs:
+                for request in job.requests:
+                    self.engine.add(request)
+            while not all(job.output.finished for job in jobs):
+                for update in self.engine.step():
+                    job, index = owners[update.request_id]
+                    delta = job.push(index, update)
+                    if delta.finish_reason is not None and update.finish_reason is None:
+                        self.engine.abort(update.request_id)  # a stop string ended it
+                    yield delta
+        finally:
+            for request_id in owners:
+                self.engine.abort(request_id)
+
+
+class _Job:
+    """One prompt and its n outputs, each of them a request to the engine."""
+
+    def __init__(
+        self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self.requests = [EngineRequest(f"{request_id}-{i}", prompt_ids, params.for_output(i)) for i in range(params.n)]
+        self.output = RequestOutput(request_id, prompt, prompt_ids, [CompletionOutput(i) for i in range(params.n)])
+        self._processors = [OutputProcessor(tokenizer, params, prompt_ids) for _ in range(params.n)]
+
+    def push(self, index: int, update: RequestUpdate) -> OutputDelta:
+        delta = self._processors[index].push(update)
+        self.output.outputs[index].add(delta)
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, update.num_cached_tokens)
+        if update.prompt_logprobs is not None:
+            self.output.prompt_logprobs = update.prompt_logprobs
+        return delta
+
+
+def _even_chunks(total: int, most: int) -> list[int]:
+    return [min(most, total - start) for start in range(0, total, most)]
