@@ -43,6 +43,9 @@ def changed(**fields) -> dict:
     return {**RAW, **fields}
 
 
+NO_BOS = Tokenizer(changed(added_tokens=[], model={**RAW["model"], "vocab": {"a": 0}, "merges": []}))
+
+
 # Control tokens (K23, K26)
 
 
@@ -100,6 +103,14 @@ def test_k26_encoding_adds_nothing():
     for special in (False, True):
         assert tokenizer.encode("harbor", special) == TINY.encode("harbor")
     assert tokenizer.encode(BOS.text + "x", special=True).count(0) == 1
+
+
+def test_k26_raw_prompt_has_exactly_one_bos():
+    for text in ("harbor", BOS.text + "harbor"):
+        assert TINY.encode_prompt(text) == [0, *TINY.encode("harbor")]
+    assert TINY.encode_prompt("") == [0] and TINY.encode_prompt("harbor", add_bos=False) == TINY.encode("harbor")
+    assert TINY.encode_prompt(BOS.text * 2).count(0) == 2  # what is written is kept
+    assert NO_BOS.encode_prompt("a") == NO_BOS.encode("a")
 
 
 def test_missing_control_token_is_a_request_error():
@@ -199,8 +210,7 @@ def test_l27_eos_of_the_tokenizer_joins_those_of_the_config(tmp_path, eos):
 
 
 def test_tokenizer_without_an_eos():
-    without = Tokenizer(changed(added_tokens=[], model={**RAW["model"], "vocab": {}, "merges": []} | {"vocab": {"a": 0}}))
-    assert without.eos_token_id is None and without.eos_token_ids([7]) == [7]
+    assert NO_BOS.eos_token_id is None and NO_BOS.bos_token_id is None and NO_BOS.eos_token_ids([7]) == [7]
 
 
 @pytest.mark.parametrize("options", [{"eos_token": "<nope>"}, {"bos_token": 3}, {"eos_token": {"content": []}}], ids=str)
