@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from abyssal.ops import linear as ops
-from abyssal.ops.linear import LinearWeight, dequantize, linear, quantize_e4m3_tiles
+from abyssal.ops.linear import LinearWeight, dequantize, linear, linear_grouped, quantize_e4m3_tiles
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -213,3 +213,17 @@ def test_expert_is_a_view():
         assert torch.equal(dequantize(one, torch.float32), dequantize(stack, torch.float32)[e])
     plain = LinearWeight(torch.randn(3, 4, 5), None, "plain", None, None)
     assert plain.expert(2).scale is None
+
+
+def test_grouped_linear_uses_each_groups_own_rows():
+    """Group g of the input meets rows g R .. g R + R - 1 only (V4 spec 2.8), also non-contiguous and empty."""
+    data, scale = random_e4m3(3 * 5, 64), torch.randint(118, 122, (1, 1), dtype=torch.uint8)
+    weight = LinearWeight(data, scale, "fp8", (128, 128), None)
+    rows = slow_fp8(data, scale, (128, 128))
+    x = torch.randn(3, 4, 64).transpose(0, 1)  # [T 4, G 3, K 64]
+    got = linear_grouped(x, weight)
+    assert got.shape == (4, 3, 5)
+    for group in range(3):
+        want = x[:, group].double() @ rows[group * 5 : group * 5 + 5].T
+        torch.testing.assert_close(got[:, group].double(), want, rtol=1e-5, atol=1e-5)
+    assert linear_grouped(x[:0], weight).shape == (0, 3, 5)

@@ -122,7 +122,7 @@ def _parse_in_layer(prefix: str, name: str) -> Slot | None:
 
 
 def value_names(slot: Slot) -> list[str]:
-    """The spellings looked for when the value of `slot` is missing, without their `model.` forms."""
+    """The spellings looked for when the value of `slot` is missing; those below `layers.` may also start with `model.`."""
     if slot.expert is not None:
         layer, _, stack = slot.target.partition(".ffn.")
         single = [f"{layer}.{parent}.experts.{slot.expert}.{slot.piece}.weight" for parent in ("ffn", "mlp")]
