@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(__file__).resolve().parent / "data"
 POISON_LIMIT = 64 << 20  # bytes filled at most: page pools hand out their lowest pages first, the rest stays untouched memory
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))  # the same split of sums on every machine
+torch.set_num_threads(1)  # the same sums on every machine; two threads on a busy machine wait for each other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -143,9 +143,9 @@ def test_no_marks_of_unfinished_work() -> None:
 
 
 def test_environment_is_read_in_one_place() -> None:
-    """`os.environ` enters through the command line; every variable named anywhere is an option or declared beside them."""
+    """`os.environ` enters by the two front doors; every variable named anywhere is an option or declared beside them."""
     readers = {path for path in sources() if re.search(r"\bos\.(environ|getenv)\b", path.read_text())}
-    assert readers <= {SRC / "cli" / "options.py"}, f"the environment is read in {readers}"
+    assert readers <= {SRC / "cli" / "options.py", SRC / "llm.py"}, f"the environment is read in {readers}"
     known = {spec.env for cls in (EngineConfig, ServerConfig) for spec in option_specs(cls)} | set(OTHER_VARIABLES)
     for path in [*sources(), *DOCS, ROOT / "Makefile", *(ROOT / "bench").rglob("*.py")]:
         for name in re.findall(r"\bABYSSAL_[A-Z][A-Z_]*[A-Z]\b", path.read_text()):
@@ -229,7 +229,7 @@ def test_python_api_needs_no_server_package() -> None:
 def test_generation_needs_no_server_package() -> None:
     body = """
 from abyssal import LLM, SamplingParams
-with LLM("tiny", device="cpu", kv_cache_bytes=256 << 20) as llm:
+with LLM("tiny", device="cpu", kv_cache_bytes=256 << 20, num_threads=1) as llm:
     print(len(llm.generate([2, 3, 4], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))
     llm.chat([{"role": "user", "content": "Define harbor."}], SamplingParams(max_tokens=1))
 """

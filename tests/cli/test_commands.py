@@ -20,6 +20,9 @@ from abyssal.config import EngineConfig, ServerConfig
 from abyssal.options import option_specs
 
 
+ENGINE = ("--device", "cpu", "--kv-cache-bytes", "256MiB", "--num-threads", "1")
+
+
 @dataclass
 class Done:
     code: int
@@ -145,7 +148,7 @@ def test_doctor_checks_a_checkpoint_without_reading_weights(call: Callable[..., 
 
 
 def test_generate_completes_a_prompt() -> None:
-    options = ["--temperature", "0", "--max-tokens", "8", "--device", "cpu", "--kv-cache-bytes", "256MiB"]
+    options = ["--temperature", "0", "--max-tokens", "8", *ENGINE]
     direct = run("generate", "--prompt", "In the beginning God created", *options)
     piped = run("generate", "--prompt", "-", *options, stdin="In the beginning God created")
     assert direct.code == piped.code == 0, direct.err
@@ -154,7 +157,7 @@ def test_generate_completes_a_prompt() -> None:
 
 def test_chat_answers_piped_lines() -> None:
     lines = "Define harbor.\n/reset\nDefine harbor.\n/exit\nnever read\n"
-    done = run("chat", "--temperature", "0", "--max-tokens", "12", "--device", "cpu", "--kv-cache-bytes", "256MiB", stdin=lines)
+    done = run("chat", "--temperature", "0", "--max-tokens", "12", *ENGINE, stdin=lines)
     assert done.code == 0, done.err
     first, second = done.out.splitlines()
     assert first == second and first.strip()
