@@ -1,0 +1,102 @@
+"""The engine process: takes requests from a socket, steps the engine, reports what each step gave.
+
+Started by `EngineClient` as `python -m abyssal.serve.engine_process SOCKET_ADDRESS ENGINE_CLASS`; the configuration comes as
+JSON in the first line of standard input, which then stays open for as long as the parent lives.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from abyssal.config import EngineConfig
+from abyssal.engine.engine import Engine
+from abyssal.engine.request import RequestUpdate
+from abyssal.errors import AbyssalError, RequestError
+from abyssal.serve import wire
+
+log = logging.getLogger("abyssal")
+
+BAD_START = 1
+
+
+def main(address: str, engine_class: str) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when the engine stops
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(address)
+    try:
+        return _run(socket, lambda: _load(engine_class)(config))
+    finally:
+        context.destroy(linger=1000)  # ms, for the last message
+
+
+def _run(socket: zmq.Socket[bytes], build: Callable[[], Engine]) -> int:
+    try:
+        engine = build()
+    except AbyssalError as error:
+        socket.send(wire.encode(wire.Dead(str(error))))
+        return BAD_START
+    socket.send(wire.encode(wire.Ready(engine.info, engine.stats())))
+    try:
+        serve(engine, socket)
+    except AbyssalError as error:
+        log.exception("the engine stopped")
+        socket.send(wire.encode(wire.Dead(str(error))))
+        return BAD_START
+    return 0
+
+
+def serve(engine: Engine, socket: zmq.Socket[bytes]) -> None:
+    """Until told to stop: take what has arrived, compute one step, report."""
+    while True:
+        updates: list[RequestUpdate] = []
+        wait = 0 if engine.has_unfinished() else None
+        while socket.poll(wait):
+            command = wire.decode_command(socket.recv())
+            if isinstance(command, wire.Stop):
+                return
+            updates += _obey(engine, command)
+            wait = 0
+        if engine.has_unfinished():
+            updates += engine.step()
+        socket.send(wire.encode(wire.Progress(updates, engine.stats())))
+
+
+def _obey(engine: Engine, command: wire.Add | wire.Abort) -> list[RequestUpdate]:
+    if isinstance(command, wire.Abort):
+        engine.abort(command.request_id)
+        return []
+    try:
+        engine.add(command.request)
+    except RequestError as error:
+        return [RequestUpdate(command.request.request_id, [], None, None, finish_reason="error", error=str(error))]
+    return []
+
+
+def _load(engine_class: str) -> Any:
+    module, _, name = engine_class.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _end_with_parent() -> None:
+    """Standard input ends when the parent does, however it dies; an engine without a parent must not hold the device."""
+    sys.stdin.buffer.read()
+    os._exit(BAD_START)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
