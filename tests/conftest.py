@@ -90,7 +90,7 @@ def recall() -> Callable[[int], list[dict[str, Tensor]]]:
             )
         documents: dict[str, dict[str, Tensor]] = {}
         with safe_open(path, "pt") as file:
-            for key in file.keys():
+            for key in sorted(file.keys()):
                 length, number, name = key.split(".")
                 if length == f"d{tokens}":
                     documents.setdefault(number, {})[name] = file.get_tensor(key)

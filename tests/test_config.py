@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from abyssal.config import ModelConfig, QuantConfig, RopeConfig, YarnConfig
+from abyssal.errors import ConfigError
+from abyssal.model_config import load_generation_defaults, load_model_config, parse_model_config
+from abyssal.model_config.names import ALIASES
 from tests.published_configs import (
     V4_QUANT,
     YARN,
@@ -24,11 +29,6 @@ from tests.published_configs import (
     v4_small,
     v41_flash,
 )
-
-from abyssal.config import ModelConfig, QuantConfig, RopeConfig, YarnConfig
-from abyssal.errors import ConfigError
-from abyssal.model_config import load_generation_defaults, load_model_config, parse_model_config
-from abyssal.model_config.names import ALIASES
 
 RELEASED_YARN = YarnConfig(factor=16.0, original_max_position=65536, beta_fast=32.0, beta_slow=1.0)
 GOLDENS = [

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.published_configs import v4_flash, v41_flash
 
 from abyssal import config as config_module
 from abyssal.config import EngineConfig, ModelConfig, ServerConfig, from_sources, resolve, server_from_sources
 from abyssal.errors import ConfigError
 from abyssal.model_config import parse_model_config
 from abyssal.options import OptionSpec, option_specs
+from tests.published_configs import v4_flash, v41_flash
 
 # One accepted value per option that differs from its default, and its text.
 ENGINE_VALUES: dict[str, tuple[Any, str]] = {

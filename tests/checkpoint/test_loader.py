@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.checkpoint.build import E2M1, random_tensors, random_v4_checkpoint, renamed, t4_config, write
 from torch import Tensor
 
 from abyssal.checkpoint import load_weights, loader
@@ -22,6 +21,7 @@ from abyssal.checkpoint.expected import expected_tensors
 from abyssal.errors import CheckpointError
 from abyssal.model_config import load_model_config
 from abyssal.ops.linear import LinearWeight, dequantize, linear
+from tests.checkpoint.build import E2M1, random_tensors, random_v4_checkpoint, renamed, t4_config, write
 
 CPU = torch.device("cpu")
 SMALL = t4_config(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0], n_routed_experts=2)

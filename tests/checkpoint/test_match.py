@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.checkpoint.build import Names, draft_tensors, random_tensors, renamed, t4_config
 from torch import Tensor
 
 from abyssal.checkpoint.expected import expected_tensors
@@ -19,6 +18,7 @@ from abyssal.checkpoint.match import match
 from abyssal.checkpoint.names import parse
 from abyssal.errors import CheckpointError
 from abyssal.model_config import parse_model_config
+from tests.checkpoint.build import Names, draft_tensors, random_tensors, renamed, t4_config
 
 TYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.checkpoint.build import draft_tensors, prefixed_name, shapes, t4_config, transformers_name
 
 from abyssal.checkpoint.names import Slot, draft_kind, parse, scale_names, value_names
+from tests.checkpoint.build import draft_tensors, prefixed_name, shapes, t4_config, transformers_name
 
 RELEASED = list(shapes(t4_config()))
 PLAIN = [name for name in RELEASED if ".experts." not in name]

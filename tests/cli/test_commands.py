@@ -19,7 +19,6 @@ from abyssal.cli import COMMANDS, cli, main
 from abyssal.config import EngineConfig, ServerConfig
 from abyssal.options import option_specs
 
-
 ENGINE = ("--device", "cpu", "--kv-cache-bytes", "256MiB", "--num-threads", "1")
 
 

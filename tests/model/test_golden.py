@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tests.support.cuts import random_cuts
 from torch import Tensor
 
 from abyssal import LLM
 from abyssal.kv.batch import Batch
 from abyssal.kv.pool import KVCache
 from abyssal.model.indexer import Indexer
+from tests.support.cuts import random_cuts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support.small_model import config_dict
 from torch import Tensor
 
-pytest.importorskip("transformers", minversion="5.24", reason="draws the random weights in transformers' model")
-from tests.support import oracle
+from tests.support.small_model import config_dict
 
+pytest.importorskip("transformers", minversion="5.24", reason="draws the random weights in transformers' model")
 from abyssal import LLM
 from abyssal.kv.batch import Chunk, build_batch
 from abyssal.kv.pool import SequenceCache
 from abyssal.ops.rope import rope_table
+from tests.support import oracle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

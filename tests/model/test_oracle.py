@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.support.cuts import random_cuts
 from tests.support.small_model import config_dict
 
 pytest.importorskip("transformers", minversion="5.24", reason="transformers knows DeepSeek V4 from 5.24 on")
-from tests.support import oracle
-
 from abyssal import LLM
+from tests.support import oracle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from bench.transformers_model import empty_model, to_released
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DeepseekV4ForCausalLM
+
+from bench.transformers_model import empty_model, to_released
 
 Naming = Literal["released", "transformers", "save_pretrained"]
 MIN_MARGIN = 3e-6  # index scores relative to the largest, gate scores absolute; fp32 noise is several times smaller
