@@ -47,11 +47,21 @@ class Scheduler:
 
     def _admit(self, plan: dict[Sequence, int]) -> None:
         while self.waiting and len(self.running) < self.max_num_seqs and (count := self._fit(self.waiting[0], plan)):
-            if not self.cache.allocate(self.waiting[0].cache, 0, count):
+            seq = self.waiting[0]
+            if not self._has_room(seq) or not self.cache.allocate(seq.cache, 0, count):
                 return
-            seq = self.waiting.popleft()
-            self.running.append(seq)
+            self.running.append(self.waiting.popleft())
             plan[seq] = count
+
+    def _has_room(self, newcomer: Sequence) -> bool:
+        """Whether all tokens known so far of `newcomer` and of the running sequences would fit at the same time.
+
+        Admission by the first chunk alone would let sequences push each other out and be computed over and over.
+        """
+        if not self.running:
+            return True
+        claims = [self.cache.missing_pages(s.cache, len(s.token_ids) + 1) for s in (*self.running, newcomer)]
+        return all(sum(claim[bucket] for claim in claims) <= pool.num_free for bucket, pool in self.cache.pools.items())
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)

@@ -83,6 +83,16 @@ class KVCache:
             self._add_blocks(name, seq.tables[name], blocks)
         return True
 
+    def missing_pages(self, seq: SequenceCache, tokens: int) -> dict[Bucket, int]:
+        """Pages that `seq` would take beyond those it holds to reach `tokens` tokens and be at rest there."""
+        missing = dict.fromkeys(self.pools, 0)
+        for name, spec in self.specs.items():
+            blocks = (tokens // spec.ratio - 1) // spec.entries_per_page + 1
+            first = spec.first_kept(tokens) // spec.entries_per_page if spec.window is not None else 0
+            held = int((seq.tables[name].pages[0] != NO_PAGE).sum())
+            missing[spec.bucket] += max(0, blocks - first - held) * len(spec.layers)
+        return missing
+
     def release_unneeded(self, seq: SequenceCache, end: int) -> None:
         """Return window pages that no query after `end` tokens reads."""
         for name, spec in self.specs.items():
