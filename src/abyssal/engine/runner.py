@@ -30,6 +30,7 @@ class Runner:
         self.model_config, self.config = model_config, config
         self.device = torch.device(config.device)
         dtype = getattr(torch, config.dtype)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
         self.model = Model(load_weights(folder, model_config, self.device, dtype, progress=True), model_config, dtype)
         compressed = config.kv_layout if config.compressed_kv_layout == "same" else config.compressed_kv_layout
         plan = plan_caches(model_config, config.kv_layout, compressed, config.index_layout)
