@@ -184,7 +184,7 @@ MISTAKES: dict[str, tuple[str, Callable[..., Callable[..., object]]]] = {
     ),
     "oldest of the window lost": (
         "abyssal.model.attention.sparse_attention",
-        lambda right: lambda q, w, mask, *rest: right(q, w, mask & mask.roll(1, -1), *rest),
+        lambda right: lambda q, w, mask, *rest: right(q, w, mask | mask.roll(1, -1), *rest),
     ),
 }  # fmt: skip
 

@@ -41,7 +41,7 @@ class QueryGroup:
     sequences: Tensor  # [n] int64, row in the page tables
     positions: Tensor  # [n, b] int64
     window_slots: Tensor  # [window layers, n, W + b - 1] int32, -1 before the sequence's first token
-    window_mask: Tensor  # [n, b, W + b - 1] bool, True where the query sees the slot
+    window_hidden: Tensor  # [n, b, W + b - 1] bool, True where the query does not see the slot
     visible: dict[int, Tensor]  # ratio -> [n, b] int64, number of compressed entries that the query may see
     max_visible: dict[int, int]  # ratio -> the largest of them
 
@@ -55,6 +55,7 @@ class QueryGroup:
 class CompressFacts:
     """Which compressed entries a step completes for one ratio, and from which rows (V4 spec 2.9)."""
 
+    phases: Tensor  # [T] int64, position of every token in its group
     sources: Tensor  # [E, slots] int64 into carried rows, then the step's tokens, then one empty row
     carried: dict[str, Tensor]  # state kind -> [layers, C] int32, slots of rows of earlier steps
     entry_slots: dict[str, Tensor]  # kind -> [layers, E] int32, where each entry is stored
@@ -115,7 +116,7 @@ def build_batch(
         rope={name: rope_table(positions_t, rope) for name, rope in ropes.items()},
         groups=_query_groups(cache.specs["window"], ratios, chunks, offsets, device),
         stores={n: _store_facts(s, chunks, offsets, device) for n, s in cache.specs.items() if s.window is not None},
-        compress={r: _compress_facts(config, cache, r, chunks, offsets, device) for r in ratios},
+        compress={r: _compress_facts(config, cache, r, chunks, offsets, positions_t) for r in ratios},
         tables={n: _stack_tables(n, s, chunks, device) for n, s in cache.specs.items() if s.window is None},
     )
 
@@ -145,10 +146,10 @@ def _store_facts(spec: CacheSpec, chunks: list[Chunk], offsets: np.ndarray, devi
 
 
 def _compress_facts(
-    config: ModelConfig, cache: KVCache, ratio: int, chunks: list[Chunk], offsets: np.ndarray, device: torch.device
+    config: ModelConfig, cache: KVCache, ratio: int, chunks: list[Chunk], offsets: np.ndarray, positions: Tensor
 ) -> CompressFacts:
     """Entry w of a ratio pools tokens [m w, m w + m), with overlap also the m before; older ones come from the state kinds."""
-    overlap = ratio if ratio == 4 else 0
+    overlap, device = ratio if ratio == 4 else 0, positions.device
     kinds = [n for n in (f"c{ratio}", f"c{ratio}_index") if n in cache.specs]
     entries = [np.arange(c.start // ratio, c.end // ratio) for c in chunks]
     carried = [_carried(c, w, ratio, overlap) for c, w in zip(chunks, entries, strict=True)]
@@ -168,6 +169,7 @@ def _compress_facts(
 
     first_tokens = torch.from_numpy(np.concatenate(entries) * ratio).to(device)
     return CompressFacts(
+        phases=positions % ratio,
         sources=torch.from_numpy(np.concatenate(sources)).to(device),
         carried={f"{n}_state": slots(f"{n}_state", carried) for n in kinds},
         entry_slots={n: slots(n, entries) for n in kinds},
@@ -230,7 +232,7 @@ def _query_group(
         sequences=torch.tensor(sequences, device=device),
         positions=torch.from_numpy(positions).to(device),
         window_slots=torch.from_numpy(np.stack(slots, axis=1)).to(device),
-        window_mask=torch.from_numpy(mask).to(device),
+        window_hidden=torch.from_numpy(~mask).to(device),
         visible={r: torch.from_numpy(v).to(device) for r, v in visible.items()},
         max_visible={r: int(v.max()) for r, v in visible.items()},
     )

@@ -55,14 +55,14 @@ class Attention:
     def _attend(self, q: Tensor, group: QueryGroup, chosen: Tensor | None, batch: Batch, cache: KVCache) -> Tensor:
         """q [n, b, H, d] -> fp32 [n, b, H, d]."""
         window = cache.views["window"].read(group.window_slots[self.plan.layer])
-        entries, mask = self._entries(group, chosen, batch, cache)
+        entries, hidden = self._entries(group, chosen, batch, cache)
         scale = self.config.head_dim**-0.5
-        return sparse_attention(q, window, group.window_mask, entries, mask, self.sink, scale)
+        return sparse_attention(q, window, group.window_hidden, entries, hidden, self.sink, scale)
 
     def _entries(
         self, group: QueryGroup, chosen: Tensor | None, batch: Batch, cache: KVCache
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Compressed entries and who sees them: all visible ones [n, N, d], or the chosen ones [n, b, K, d]."""
+        """Compressed entries and from whom they are hidden: all visible ones [n, N, d], or the chosen ones [n, b, K, d]."""
         source, ratio = self.plan.kv_source, self.plan.ratio
         if source is None or group.max_visible[ratio] == 0:
             return None, None
@@ -70,7 +70,7 @@ class Attention:
         slots = batch.entry_slots(records.spec, source, group)  # [n, N]
         if chosen is None:
             index = torch.arange(slots.shape[1], device=slots.device)
-            return records.read(slots), index < group.visible[ratio].unsqueeze(-1)
-        seen = chosen >= 0
+            return records.read(slots), index >= group.visible[ratio].unsqueeze(-1)
+        hidden = chosen < 0
         flat = slots.gather(1, chosen.clamp(min=0).flatten(1).long()).view_as(chosen)
-        return records.read(flat.masked_fill_(~seen, -1)), seen
+        return records.read(flat.masked_fill_(hidden, -1)), hidden

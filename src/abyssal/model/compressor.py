@@ -30,11 +30,12 @@ class Compressor:
     def __call__(self, x: Tensor, batch: Batch, cache: KVCache) -> None:
         """x [T, D], the attention's input: store what this step completes, and the state."""
         entries, state = cache.views[self.kind], cache.views[f"{self.kind}_state"]
-        rows = F.linear(x.float(), self.w) + self.bias[batch.positions % self.ratio]  # [T, 2 c d]
+        facts = batch.compress[self.ratio]
+        rows = F.linear(x.float(), self.w) + self.bias[facts.phases]  # [T, 2 c d]
         compress(
             rows,
             self.norm,
-            batch.compress[self.ratio],
+            facts,
             batch.stores[state.spec.name],
             state,
             entries,

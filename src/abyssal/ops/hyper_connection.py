@@ -43,21 +43,27 @@ def coefficients(raw: Tensor, streams: int, iterations: int, eps: float) -> tupl
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """logits [T, S, S] -> nearly doubly stochastic [T, S, S]; ends with a column normalisation (V4 spec 2.2, step 7)."""
     size = logits.shape[-1]
-    comb = (logits.softmax(-1) + eps).flatten(1)  # [T, S S]
-    same_row, same_column = _sum_matrices(size, logits.device)
-    eps_row = torch.full_like(same_row[0], eps)
-    comb.div_(torch.addmm(eps_row, comb, same_column))
+    row_sums, column_sums = _sum_matrices(size, eps, logits.device)
+    # Flattened, with one more column that stays 1: through it the products below add eps to every sum.
+    comb = F.pad((logits.softmax(-1) + eps).flatten(1), (0, 1), value=1.0)  # [T, S S + 1]
+    sums = torch.empty_like(comb)
+    comb.div_(torch.mm(comb, column_sums, out=sums))
     for _ in range(iterations - 1):
-        comb.div_(torch.addmm(eps_row, comb, same_row))
-        comb.div_(torch.addmm(eps_row, comb, same_column))
-    return comb.view(-1, size, size)
+        comb.div_(torch.mm(comb, row_sums, out=sums))
+        comb.div_(torch.mm(comb, column_sums, out=sums))
+    return comb[:, :-1].unflatten(1, (size, size))
 
 
 @lru_cache(maxsize=8)
-def _sum_matrices(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """0/1 matrices [S S, S S] that replace every element of a flattened S x S matrix by the sum of its row, or column."""
+def _sum_matrices(size: int, eps: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[S S + 1, S S + 1]: replace every element of a flattened S x S matrix by eps + the sum of its row, or column."""
     eye, ones = torch.eye(size, device=device), torch.ones(size, size, device=device)
-    return torch.kron(eye, ones), torch.kron(ones, eye)
+    matrices = []
+    for sums in (torch.kron(eye, ones), torch.kron(ones, eye)):
+        padded = F.pad(sums, (0, 1, 0, 1))
+        padded[-1, :-1], padded[-1, -1] = eps, 1.0
+        matrices.append(padded)
+    return matrices[0], matrices[1]
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:

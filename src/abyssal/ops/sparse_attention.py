@@ -7,16 +7,22 @@ from torch import Tensor
 
 
 def sparse_attention(
-    q: Tensor, window: Tensor, window_mask: Tensor, entries: Tensor | None, entry_mask: Tensor | None, sink: Tensor, scale: float
+    q: Tensor,
+    window: Tensor,
+    window_hidden: Tensor,
+    entries: Tensor | None,
+    entry_hidden: Tensor | None,
+    sink: Tensor,
+    scale: float,
 ) -> Tensor:
     """One softmax over window and entries; keys and values are the same vectors; the sink only adds to the denominator.
 
     Args:
         q: [n, b, H, D].
         window: fp32 [n, Kw, D], shared by the b queries of a sequence.
-        window_mask: bool [n, b, Kw], True where the query sees the key. Rows that nobody sees must be finite.
+        window_hidden: bool [n, b, Kw], True where the query does not see the key. Rows that nobody sees must be finite.
         entries: fp32 [n, N, D] shared, or [n, b, K, D] chosen per query; None in layers without compression.
-        entry_mask: bool [n, b, N or K].
+        entry_hidden: bool [n, b, N or K].
         sink: fp32 [H], logit of the sink, not scaled.
 
     Returns:
@@ -24,9 +30,9 @@ def sparse_attention(
     """
     n, b, heads, dim = q.shape
     q = q.float() * scale
-    keys = [_Keys(window, window_mask)]
-    if entries is not None and entry_mask is not None:
-        keys.append(_Keys(entries, entry_mask))
+    keys = [_Keys(window, window_hidden)]
+    if entries is not None and entry_hidden is not None:
+        keys.append(_Keys(entries, entry_hidden))
     scores = torch.cat([k.scores(q) for k in keys], dim=-1)  # [n, b, H, K]
     largest = torch.maximum(scores.amax(-1, keepdim=True), sink[:, None])  # [n, b, H, 1]
     weights = scores.sub_(largest).exp_()
@@ -41,17 +47,17 @@ def sparse_attention(
 class _Keys:
     """One set of keys, either shared by all queries of a sequence or listed per query."""
 
-    def __init__(self, rows: Tensor, mask: Tensor) -> None:
+    def __init__(self, rows: Tensor, hidden: Tensor) -> None:
         self.shared = rows.dim() == 3
         self.rows = rows if self.shared else rows.flatten(0, 1)  # [n or n b, K, D]
-        self.mask = mask
+        self.hidden = hidden
         self.count = rows.shape[-2]
 
     def scores(self, q: Tensor) -> Tensor:
-        """q fp32 [n, b, H, D] -> [n, b, H, K], -inf where masked."""
+        """q fp32 [n, b, H, D] -> [n, b, H, K], -inf where hidden."""
         n, b, heads, _ = q.shape
         dots = torch.bmm(self._fold(q), self.rows.transpose(1, 2)).view(n, b, heads, -1)
-        return dots.masked_fill_(~self.mask.unsqueeze(2), -torch.inf)
+        return dots.masked_fill_(self.hidden.unsqueeze(2), -torch.inf)
 
     def combine(self, weights: Tensor) -> Tensor:
         """weights [n, b, H, K] -> weighted sum of the rows [n, b, H, D]."""
