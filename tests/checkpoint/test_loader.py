@@ -153,7 +153,7 @@ def test_types_in_memory(tmp_path):
     linears = {name: weight for name, weight in weights.items() if isinstance(weight, LinearWeight)}
     assert all(weight.data.dtype == torch.bfloat16 and weight.format == "plain" for weight in linears.values())
     untouched = {name.split(".", 2)[2] for name, weight in linears.items() if weight.quantize_input is None}
-    assert untouched == {"attn.wo_a", "attn.indexer.weights_proj"}
+    assert untouched == {"attn.indexer.weights_proj"}
     assert {weight.quantize_input for weight in linears.values()} == {None, 128}
     for name, weight in linears.items():
         assert weight.shape == table[name].shape and weight.data.is_contiguous()

@@ -170,7 +170,7 @@ def test_linear_fp32_is_plain_mathematics():
 
 
 def test_linear_bf16_quantises_the_input():
-    """bf16 runs round the input in tiles of 128, unless the weight says not to (wo_a)."""
+    """bf16 runs round the input in tiles of 128, unless the weight says not to."""
     data, scale = random_e4m3(40, 256), torch.randint(118, 122, (1, 2), dtype=torch.uint8)
     x = torch.randn(5, 256).bfloat16()
     exact = slow_fp8(data, scale, (128, 128)).T

@@ -73,7 +73,7 @@ def _attention(config: ModelConfig, plan: LayerPlan) -> Table:
         "attn.wq_b": _linear(heads * dim, rank),
         "attn.wkv": _linear(dim, config.hidden_size),
         "attn.kv_norm.weight": TensorSpec((dim,), "fp32"),
-        "attn.wo_a": TensorSpec((grouped, heads * dim // config.o_groups), "linear"),  # its input is not quantised
+        "attn.wo_a": _linear(grouped, heads * dim // config.o_groups),
         "attn.wo_b": _linear(config.hidden_size, grouped),
     }
     if plan.owns_compressor:

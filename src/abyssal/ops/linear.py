@@ -110,6 +110,6 @@ def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
 
 
 def linear_grouped(x: Tensor, weight: LinearWeight) -> Tensor:
-    """x [T, G, K] times weight [G R, K], group g by its own R rows -> [T, G, R] (V4 spec 2.8). The input is not quantised here."""
+    """x [T, G, K] times weight [G R, K], group g by its own R rows -> [T, G, R] (V4 spec 2.8). `output_quant` has quantised the input."""
     matrix = dequantize(weight, x.dtype).view(x.shape[1], -1, x.shape[2])  # [G, R, K]
     return torch.bmm(x.transpose(0, 1), matrix.transpose(1, 2)).transpose(0, 1)
