@@ -67,7 +67,7 @@ def oracle_logits(model: DeepseekV4ForCausalLM, token_ids: list[int]) -> Tensor:
         return model(torch.tensor([token_ids]), use_cache=False).logits[0]
 
 
-def draw_prompt(model: DeepseekV4ForCausalLM, length: int, seed: int) -> tuple[list[int], Tensor]:
+def draw_prompt(model: DeepseekV4ForCausalLM, length: int, seed: int, margin: float = MIN_MARGIN) -> tuple[list[int], Tensor]:
     """Token ids, and their logits fp32 [length, vocab], in which no choice of entries or experts is close to a tie.
 
     Two fp32 programs round differently, so one of them may take the other entry where two scores are nearly equal.
@@ -77,9 +77,9 @@ def draw_prompt(model: DeepseekV4ForCausalLM, length: int, seed: int) -> tuple[l
         ids = torch.randint(model.config.vocab_size, (length,), generator=generator).tolist()
         with _Margins(model) as margins:
             logits = oracle_logits(model, ids)
-        if margins.smallest > MIN_MARGIN:
+        if margins.smallest > margin:
             return ids, logits
-    raise AssertionError(f"20 prompts of {length} tokens all had a choice closer than {MIN_MARGIN}")
+    raise AssertionError(f"20 prompts of {length} tokens all had a choice closer than {margin}")
 
 
 class _Margins:
