@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from abyssal.engine.engine import Engine
 from abyssal.engine.output import CompletionOutput, OutputDelta, OutputProcessor, RequestOutput
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
 from abyssal.errors import ConfigError, RequestError
-from abyssal.kv.batch import Chunk
 from abyssal.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -40,7 +39,7 @@ class LLM:
         self.tokenizer = Tokenizer.load(Path(info.model_folder), info.model_vocab_size)
         self._ids = itertools.count()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -60,17 +59,18 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is bad; nothing is generated then.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one per prompt", param="params")
-        jobs = [self._job(p, sp) for p, sp in zip(prompts, each, strict=True)]
+        many = _as_prompts(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        if len(each) != len(many):
+            raise RequestError(f"{len(many)} prompts but {len(each)} SamplingParams; give one, or one per prompt", param="params")
+        jobs = [self._job(p, sp) for p, sp in zip(many, each, strict=True)]
         for _ in self._run(jobs):
             pass
         return [job.output for job in jobs]
 
-    def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None, thinking: bool | None = None) -> RequestOutput:
+    def chat(
+        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, thinking: bool | None = None
+    ) -> RequestOutput:
         """Answer a conversation of `{"role": ..., "content": ...}` messages. `thinking` None = the checkpoint's default."""
         return self.generate([self._chat_ids(messages, thinking)], params)[0]
 
@@ -172,3 +172,13 @@ class _Job:
 
 def _even_chunks(total: int, most: int) -> list[int]:
     return [min(most, total - start) for start in range(0, total, most)]
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several -> several. A list of integers is one prompt of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [p for p in prompts if isinstance(p, int)]
+    if ids and len(ids) == len(prompts):
+        return [ids]
+    return [p for p in prompts if not isinstance(p, int)]

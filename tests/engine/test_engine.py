@@ -26,7 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(folder: Path, **options) -> Engine:
-    defaults = {"device": "cpu", "kv_cache_bytes": 8 * MIB, "max_num_batched_tokens": 96, "max_num_seqs": 8, "max_model_len": 2048}
+    defaults = {
+        "device": "cpu",
+        "kv_cache_bytes": 8 * MIB,
+        "max_num_batched_tokens": 96,
+        "max_num_seqs": 8,
+        "max_model_len": 2048,
+    }
     return Engine(EngineConfig(model=str(folder), **(defaults | options)))
 
 

@@ -52,7 +52,10 @@ def test_equal_scores_choose_the_lowest_experts():
 
 def test_i09_gate_is_clamped_above_only_and_up_both_ways():
     gate, up = torch.tensor([[50.0, -50.0, 1.0, 1.0]]), torch.tensor([[1.0, 1.0, 50.0, -50.0]])
-    silu = lambda v: v * torch.sigmoid(torch.tensor(v))  # noqa: E731
+
+    def silu(v: float) -> torch.Tensor:
+        return v * torch.sigmoid(torch.tensor(v))
+
     got = swiglu(gate, up, None, 10.0, torch.float32)[0]
     torch.testing.assert_close(got, torch.tensor([silu(10.0), silu(-50.0), silu(1.0) * 10, silu(1.0) * -10]))
 

@@ -46,7 +46,9 @@ def test_rotate_matches_the_formula_and_leaves_the_rest(dim):
         for i in range(32):
             angle = (torch.tensor(float(position)) * freqs[i]).item()  # fp32 product
             even, odd = before[t, :, dim - 64 + 2 * i].double(), before[t, :, dim - 64 + 2 * i + 1].double()
-            expected = torch.stack([even * math.cos(angle) - odd * math.sin(angle), odd * math.cos(angle) + even * math.sin(angle)], -1)
+            expected = torch.stack(
+                [even * math.cos(angle) - odd * math.sin(angle), odd * math.cos(angle) + even * math.sin(angle)], -1
+            )
             torch.testing.assert_close(x[t, :, dim - 64 + 2 * i : dim - 64 + 2 * i + 2].double(), expected, rtol=0, atol=2e-6)
 
 

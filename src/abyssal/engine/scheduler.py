@@ -26,9 +26,9 @@ class Scheduler:
         plan: dict[Sequence, int] = {}
         preempted = self.num_preemptions
         for seq in sorted(self.running, key=lambda s: s.num_remaining > 1):
-            if seq in self.running and (count := self._fit(seq, plan)):
-                if self._allocate_or_preempt(seq, count, plan):
-                    plan[seq] = count
+            count = self._fit(seq, plan) if seq in self.running else 0  # a sequence before it may have pushed it out
+            if count and self._allocate_or_preempt(seq, count, plan):
+                plan[seq] = count
         if preempted == self.num_preemptions:
             self._admit(plan)
         return sorted(plan.items(), key=lambda item: item[1] > 1)

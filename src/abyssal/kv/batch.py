@@ -99,9 +99,7 @@ class Batch:
         return slots.masked_fill_(index >= group.visible[spec.ratio][:, -1:], -1)
 
 
-def build_batch(
-    config: ModelConfig, cache: KVCache, chunks: list[Chunk], logit_rows: list[int], device: torch.device
-) -> Batch:
+def build_batch(config: ModelConfig, cache: KVCache, chunks: list[Chunk], logit_rows: list[int], device: torch.device) -> Batch:
     """Facts for computing `chunks`; every chunk's pages are allocated, chunks of one token come first."""
     counts = np.array([len(c.token_ids) for c in chunks])
     offsets = np.concatenate([[0], np.cumsum(counts)])

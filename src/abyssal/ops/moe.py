@@ -24,6 +24,7 @@ def route(
     """
     scores = F.softplus(F.linear(x.float(), gate) / temperature).sqrt()  # [T, E]
     if expert_ids is None:
+        assert bias is not None, "layers that choose by score have a bias"
         biased = scores + bias
         expert_ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     chosen = scores.gather(1, expert_ids.long())

@@ -28,7 +28,6 @@ def sparse_attention(
     Returns:
         fp32 [n, b, H, D].
     """
-    n, b, heads, dim = q.shape
     q = q.float() * scale
     keys = [_Keys(window, window_hidden)]
     if entries is not None and entry_hidden is not None:
