@@ -18,6 +18,8 @@ from abyssal.engine.engine import Engine
 from abyssal.engine.output import CompletionOutput, OutputDelta, OutputProcessor, RequestOutput
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
 from abyssal.errors import ConfigError, RequestError
+from abyssal.serve.chat import encode_chat, load_chat_settings
+from abyssal.serve.reasoning import ChatProcessor
 from abyssal.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -37,6 +39,7 @@ class LLM:
         self.engine = Engine(from_sources({"model": str(model), **options}, os.environ))
         info = self.engine.info
         self.tokenizer = Tokenizer.load(Path(info.model_folder), info.model_vocab_size)
+        self._chat_settings = load_chat_settings(Path(info.model_folder))
         self._ids = itertools.count()
 
     def __enter__(self) -> Self:
@@ -71,14 +74,24 @@ class LLM:
     def chat(
         self, messages: list[dict[str, Any]], params: SamplingParams | None = None, thinking: bool | None = None
     ) -> RequestOutput:
-        """Answer a conversation of `{"role": ..., "content": ...}` messages. `thinking` None = the checkpoint's default."""
-        return self.generate([self._chat_ids(messages, thinking)], params)[0]
+        """Answer a conversation of `{"role": ..., "content": ...}` messages; outputs have `reasoning` beside `text`.
+
+        Args:
+            thinking: whether the answer begins with reasoning; None = the checkpoint's default.
+
+        Raises:
+            RequestError: a message or parameter is bad.
+        """
+        job = self._chat_job(messages, params or SamplingParams(), thinking)
+        for _ in self._run([job]):
+            pass
+        return job.output
 
     def stream_chat(
         self, messages: list[dict[str, Any]], params: SamplingParams | None = None, thinking: bool | None = None
     ) -> Iterator[OutputDelta]:
         """As `chat` with n = 1, piece by piece. Leaving the loop early drops the request."""
-        return self.stream(self._chat_ids(messages, thinking), params)
+        return self._run([self._chat_job(messages, replace(params or SamplingParams(), n=1), thinking)])
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Complete one prompt piece by piece (n = 1). Leaving the loop early drops the request."""
@@ -120,17 +133,20 @@ class LLM:
             return list(prompt)
         return self._require_tokenizer().encode_prompt(prompt)
 
-    def _chat_ids(self, messages: list[dict[str, Any]], thinking: bool | None) -> list[int]:
-        raise NotImplementedError
-
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json: give token ids, not text", param="prompt")
         return self.tokenizer
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
-        text = prompt if isinstance(prompt, str) else None
-        return _Job(f"llm-{next(self._ids)}", text, self._prompt_ids(prompt), params, self.tokenizer)
+        text, ids = prompt if isinstance(prompt, str) else None, self._prompt_ids(prompt)
+        processors = [OutputProcessor(self.tokenizer, params, ids) for _ in range(params.n)]
+        return _Job(f"llm-{next(self._ids)}", text, ids, params, processors)
+
+    def _chat_job(self, messages: list[dict[str, Any]], params: SamplingParams, thinking: bool | None) -> _Job:
+        tokenizer = self._require_tokenizer()
+        ids = encode_chat(tokenizer, messages, self._chat_settings.thinking if thinking is None else thinking)
+        return _Job(f"llm-{next(self._ids)}", None, ids, params, [ChatProcessor(tokenizer, params, ids) for _ in range(params.n)])
 
     def _run(self, jobs: list[_Job]) -> Iterator[OutputDelta]:
         """Step until every job is done; whatever ends the loop, nothing of the jobs stays in the engine."""
@@ -155,11 +171,16 @@ class _Job:
     """One prompt and its n outputs, each of them a request to the engine."""
 
     def __init__(
-        self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer | None
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        processors: Sequence[OutputProcessor | ChatProcessor],
     ) -> None:
         self.requests = [EngineRequest(f"{request_id}-{i}", prompt_ids, params.for_output(i)) for i in range(params.n)]
         self.output = RequestOutput(request_id, prompt, prompt_ids, [CompletionOutput(i) for i in range(params.n)])
-        self._processors = [OutputProcessor(tokenizer, params, prompt_ids) for _ in range(params.n)]
+        self._processors = processors
 
     def push(self, index: int, update: RequestUpdate) -> OutputDelta:
         delta = self._processors[index].push(update)

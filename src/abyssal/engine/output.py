@@ -33,6 +33,7 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop id that ended it; None for EOS
     error: str | None = None
+    reasoning: str = ""  # of a chat answer: what it thought before and between its text
 
 
 @dataclass(slots=True)
@@ -47,9 +48,11 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    reasoning: str = ""  # of a chat answer
 
     def add(self, delta: OutputDelta) -> None:
         self.text += delta.text
+        self.reasoning += delta.reasoning
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
             self.logprobs = [] if self.logprobs is None else self.logprobs
