@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import msgspec
@@ -53,7 +53,7 @@ class EngineClient:
         socket.set_hwm(0)
         socket.bind(address)
         command = [sys.executable, "-m", "abyssal.serve.engine_process", address, engine]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        process = await asyncio.to_thread(subprocess.Popen, command, stdin=subprocess.PIPE)
         try:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(config) + b"\n")
@@ -70,7 +70,7 @@ class EngineClient:
     def alive(self) -> bool:
         return self.death is None
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[RequestUpdate]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate]:
         """Updates of one request until it ends. Leaving the loop early drops the request: close the generator to be sure when.
 
         Raises:

@@ -1,0 +1,164 @@
+"""Runs the outputs of one HTTP request, and answers in one piece or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from typing import Any, ClassVar, Generic, TypeVar
+
+from fastapi import Request, Response
+
+from abyssal.engine.output import OutputDelta
+from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams, check_request
+from abyssal.errors import AbyssalError, EngineDeadError
+from abyssal.serve.context import Server
+from abyssal.serve.errors import RequestFailed, error_body
+from abyssal.serve.metrics import RequestRecord, TokenClock
+from abyssal.serve.streams import DONE, EventStream, event, json_response, while_connected
+
+log = logging.getLogger("abyssal")
+
+D = TypeVar("D", bound=OutputDelta)
+Arrivals = asyncio.Queue[tuple[int, RequestUpdate | Exception]]
+
+
+class Job(ABC, Generic[D]):
+    """The outputs of one HTTP request: n per prompt, each a request to the engine.
+
+    Raises:
+        RequestError: one of them can never be served; nothing has been started then.
+    """
+
+    prefix: ClassVar[str]  # of ids
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, server: Server, prompts: list[list[int]], params: SamplingParams, include_usage: bool) -> None:
+        self.server, self.n, self.include_usage = server, params.n, include_usage
+        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        each = [(ids, params.for_output(i)) for ids in prompts for i in range(params.n)]
+        self.requests = [EngineRequest(f"{self.id}-{i}", ids, own) for i, (ids, own) in enumerate(each)]
+        for request in self.requests:
+            check_request(request, server.client.info.limits)
+        self.prompt_tokens = sum(map(len, prompts))
+        self.completion_tokens = 0
+        self.cached_tokens = [0] * len(prompts)
+
+    @abstractmethod
+    def push(self, index: int, update: RequestUpdate) -> D:
+        """Take one update of output `index`; what it adds."""
+
+    @abstractmethod
+    def chunk_choices(self, index: int, delta: D) -> list[dict[str, Any]]:
+        """Choices that a stream sends for `delta`, each in an event of its own."""
+
+    @abstractmethod
+    def choice(self, index: int) -> dict[str, Any]:
+        """The whole choice `index`, once it has ended."""
+
+    def usage_details(self) -> dict[str, Any]:
+        """More that the route says of its usage."""
+        return {}
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, D]]:
+        """(index, what that output gains) until all have ended. Closing it early drops what still runs.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+            RequestFailed: one output failed; the others are dropped.
+        """
+        arrivals: Arrivals = asyncio.Queue()
+        pumps = [asyncio.create_task(self._pump(i, request, arrivals)) for i, request in enumerate(self.requests)]
+        clocks = [TokenClock(self.server.metrics) for _ in self.requests]
+        running = len(self.requests)
+        try:
+            while running:
+                index, update = await arrivals.get()
+                if isinstance(update, Exception):
+                    raise update
+                if update.error is not None:
+                    raise RequestFailed(update.error)
+                delta = self.push(index, update)
+                clocks[index].tick(len(delta.token_ids))
+                self._count(index, update, delta)
+                if delta.finish_reason is not None:
+                    running -= 1
+                    pumps[index].cancel()  # it has ended, or a stop string ends it here
+                yield index, delta
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _pump(self, index: int, request: EngineRequest, arrivals: Arrivals) -> None:
+        try:
+            async with aclosing(self.server.client.generate(request)) as updates:
+                async for update in updates:
+                    arrivals.put_nowait((index, update))
+        except AbyssalError as error:
+            arrivals.put_nowait((index, error))
+
+    def _count(self, index: int, update: RequestUpdate, delta: D) -> None:
+        self.completion_tokens += len(delta.token_ids)
+        prompt = index // self.n
+        self.cached_tokens[prompt] = max(self.cached_tokens[prompt], update.num_cached_tokens)
+
+    def usage(self) -> dict[str, Any]:
+        """A prompt with n outputs counts once."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
+            **self.usage_details(),
+        }
+
+    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        model = self.server.client.info.model_name
+        return {"id": self.id, "object": kind, "created": self.created, "model": model, "choices": choices}
+
+
+async def answer(job: Job[D], request: Request, stream: bool, record: RequestRecord, stack: ExitStack) -> Response:
+    """Run `job` for a client. When it leaves, the job is dropped.
+
+    Args:
+        record: gets the outcome of a stream, whose errors are events.
+        stack: ends with the answer.
+    """
+    client = job.server.client
+    if not client.alive:
+        raise EngineDeadError(client.death or "it is gone")
+    if stream:
+        return EventStream(_events(job, record), stack.pop_all())
+    await while_connected(request.receive, _run(job))
+    choices = [job.choice(i) for i in range(len(job.requests))]
+    return json_response({**job.envelope(job.whole_object, choices), "usage": job.usage()})
+
+
+async def _run(job: Job[D]) -> None:
+    async with aclosing(job.deltas()) as deltas:
+        async for _ in deltas:
+            pass
+
+
+async def _events(job: Job[D], record: RequestRecord) -> AsyncGenerator[bytes]:
+    """The stream's events. With usage asked for, every chunk has the field, and the last chunk has it alone (case L01)."""
+    no_usage: dict[str, Any] = {"usage": None} if job.include_usage else {}
+    try:
+        async with aclosing(job.deltas()) as deltas:
+            async for index, delta in deltas:
+                for choice in job.chunk_choices(index, delta):
+                    yield event({**job.envelope(job.chunk_object, [choice]), **no_usage})
+        if job.include_usage:
+            yield event({**job.envelope(job.chunk_object, []), "usage": job.usage()})
+    except Exception as error:  # the status line is gone: whatever happened must reach the client as an event
+        if not isinstance(error, AbyssalError):
+            log.exception("a stream failed")
+        record.outcome = "failed"
+        yield event(error_body(error))
+    yield DONE

@@ -1,0 +1,110 @@
+"""`abyssal serve`: the engine process, the HTTP server, and an orderly end for both."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import uvicorn
+
+from abyssal.config import EngineConfig, ServerConfig
+from abyssal.errors import ConfigError
+from abyssal.serve.app import create_app
+from abyssal.serve.chat import load_chat_settings
+from abyssal.serve.engine_client import EngineClient
+from abyssal.tokenizer import Tokenizer
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE_SECONDS = 10.0  # open requests may finish in this time
+CLOSE_SECONDS = 5  # after it, they have this long to read that the server ends
+
+
+def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    """Serve until SIGINT or SIGTERM. A second signal does not wait for open requests.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+        AbyssalError: the engine cannot start.
+    """
+    listener = _listen(server_config)  # before the model is loaded: a port that is taken should not cost minutes
+    with listener, suppress(asyncio.CancelledError):
+        asyncio.run(_serve(listener, engine_config, server_config))
+
+
+async def _serve(listener: socket.socket, engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for sig in SIGNALS:
+        loop.add_signal_handler(sig, task.cancel)  # while loading
+    client = await EngineClient.start(engine_config)
+    try:
+        folder = Path(client.info.model_folder)
+        tokenizer = Tokenizer.load(folder, client.info.model_vocab_size)
+        app = create_app(client, tokenizer, server_config, load_chat_settings(folder))
+        settings = uvicorn.Config(
+            app,
+            root_path=server_config.root_path or "",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=int(GRACE_SECONDS) + CLOSE_SECONDS,
+        )
+        server = _Server(settings, client)
+        for sig in SIGNALS:
+            loop.add_signal_handler(sig, server.stop)
+        print(_greeting(listener, client, server_config), flush=True)
+        await server.serve(sockets=[listener])
+    finally:
+        await client.close()
+
+
+class _Server(uvicorn.Server):
+    """Signals are handled above; at the end of the grace time the engine closes, so that streams end with an error event."""
+
+    def __init__(self, config: uvicorn.Config, client: EngineClient) -> None:
+        super().__init__(config)
+        self._client = client
+        self._closing: asyncio.Task[None] | None = None
+
+    def stop(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._closing = self._closing or asyncio.create_task(self._close_later())
+
+    async def _close_later(self) -> None:
+        await asyncio.sleep(GRACE_SECONDS)
+        await self._client.close()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port}: {error}; choose another --host or --port"
+        ) from error
+
+
+def _greeting(listener: socket.socket, client: EngineClient, config: ServerConfig) -> str:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{port}"
+    model = client.info.model_name
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Define harbor."}]})
+    key = "" if config.api_key is None else ' -H "Authorization: Bearer $ABYSSAL_API_KEY"'
+    return (
+        f"{model} at {url}, up to {client.info.max_model_len} tokens; Ctrl-C ends it. Try:\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    )

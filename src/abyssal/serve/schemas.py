@@ -1,0 +1,194 @@
+"""What requests may hold. Types are strict and null means "not given"; ranges are checked where sampling is defined.
+
+A field that is known to OpenAI's or vLLM's clients but not supported may be sent with a value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from abyssal.engine.request import MAX_LOGIT_BIAS, SamplingParams
+from abyssal.errors import RequestError
+
+Neutral = dict[str, tuple[Any, ...]]  # field -> values that ask for nothing, beside null
+
+_TEXT_FORMAT = ({"type": "text"},)
+_GENERATION_UNSUPPORTED: Neutral = {
+    "response_format": _TEXT_FORMAT,
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "priority": (0,),
+    "cache_salt": (),
+    "logits_processors": ([],),
+    "return_token_ids": (False,),
+}
+
+
+class Schema(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Body(Schema):
+    """A request body. `model` must be the served one: the routes answer 404 otherwise, also when it is missing."""
+
+    model: str | None = None
+    unsupported: ClassVar[Neutral] = {}
+
+    @classmethod
+    def drop_unsupported(cls, raw: dict[str, Any]) -> None:
+        """Take out fields that this server knows but does not support.
+
+        Raises:
+            RequestError: one asks for something.
+        """
+        for name, neutral in cls.unsupported.items():
+            value = raw.pop(name, None)
+            if value is not None and value not in neutral:
+                raise RequestError(f"{name} is not supported yet; leave it out", param=name)
+
+
+class StreamOptions(Schema):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # accepted: nothing is padded
+
+
+class GenerationBody(Body):
+    """What both generating routes share."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: Any = None  # str or list[str]
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # for the client's own bookkeeping
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling_params(self, defaults: dict[str, Any], **more: Any) -> SamplingParams:
+        """Sampling of this request over the checkpoint's `defaults`.
+
+        Raises:
+            RequestError: a value is out of range, or two contradict each other.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options goes with stream=true only", param="stream_options")
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.max_completion_tokens is not None:
+            if self.max_completion_tokens < 1:
+                raise RequestError(
+                    f"max_completion_tokens={self.max_completion_tokens} must be at least 1", "max_completion_tokens"
+                )
+            given["max_tokens"] = self.max_completion_tokens
+        if self.logit_bias is not None:
+            given["logit_bias"] = _bias(self.logit_bias)
+        if self.stop is not None:
+            given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        return SamplingParams(**{**defaults, **given, **more})
+
+
+_SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "stop_token_ids", "include_stop_str_in_output", "min_tokens", "max_tokens", "ignore_eos", "skip_special_tokens",
+)  # fmt: skip
+
+
+def _bias(raw: dict[str, float]) -> dict[int, float]:
+    """JSON's names are strings; here they are token ids."""
+    if len(raw) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias has {len(raw)} entries; at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias")
+    for name in raw:
+        if not re.fullmatch(r"0|-?[1-9][0-9]{0,18}", name):
+            raise RequestError(f"logit_bias: {name[:40]!r} is not a token id", param="logit_bias")
+    return {int(name): value for name, value in raw.items()}
+
+
+class CompletionBody(GenerationBody):
+    prompt: Any = None  # str, list[int], list[str] or list[list[int]]
+    add_special_tokens: bool | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    unsupported = {**_GENERATION_UNSUPPORTED, "suffix": ("",), "prompt_logprobs": ()}
+
+
+class PromptOptions(Schema):
+    """How a conversation becomes a prompt; messages and switches are checked where prompts are made."""
+
+    messages: Any = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+_CHAT_UNSUPPORTED: Neutral = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "include_reasoning": (True,),
+    "thinking": (),
+    "echo": (False,),
+    "add_special_tokens": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": (),
+    "media_io_kwargs": (),
+    "prompt_logprobs": (),
+}
+
+
+class ChatBody(GenerationBody, PromptOptions):
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    metadata: dict[str, str] | None = None  # as `user`; nothing is stored
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    unsupported = {**_GENERATION_UNSUPPORTED, **_CHAT_UNSUPPORTED}
+
+
+class TokenizeBody(Body, PromptOptions):
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    unsupported = {"tools": ([],)}
+
+
+class DetokenizeBody(Body):
+    tokens: list[int] | None = None
