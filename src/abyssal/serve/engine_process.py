@@ -27,12 +27,13 @@ from abyssal.serve import wire
 log = logging.getLogger("abyssal")
 
 BAD_START = 1
+STDIN = 0  # read by number: a thread that waits in sys.stdin would hold its lock while the interpreter ends
 
 
 def main(address: str, engine_class: str) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when the engine stops
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    config = msgspec.json.decode(_read_line(STDIN), type=EngineConfig)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -94,8 +95,16 @@ def _load(engine_class: str) -> Any:
 
 def _end_with_parent() -> None:
     """Standard input ends when the parent does, however it dies; an engine without a parent must not hold the device."""
-    sys.stdin.buffer.read()
+    while os.read(STDIN, 1):
+        pass
     os._exit(BAD_START)
+
+
+def _read_line(descriptor: int) -> bytes:
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(descriptor, 1)):
+        line += byte
+    return line
 
 
 if __name__ == "__main__":
