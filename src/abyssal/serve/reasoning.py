@@ -39,10 +39,13 @@ class ChatProcessor:
         self._num_characters = 0  # of content
         self._section_start = 0  # the first character of this section's content
         self._section = OutputProcessor(tokenizer, params, prompt_ids)
+        self.finished = False
 
     def push(self, update: RequestUpdate) -> ChatDelta:
         """As `OutputProcessor.push`."""
         delta = ChatDelta(logprobs=None if self._params.logprobs is None else [])
+        if self.finished:
+            return delta
         start, end = 0, len(update.token_ids)
         for i, token in enumerate(update.token_ids):
             is_last = update.stop_token_id is not None and i == end - 1
@@ -74,6 +77,7 @@ class ChatProcessor:
         self._count(delta, part.token_ids)
         self._add(delta, part)
         delta.finish_reason, delta.stop_reason, delta.error = part.finish_reason, part.stop_reason, part.error
+        self.finished = part.finish_reason is not None
 
     def _count(self, delta: ChatDelta, token_ids: list[int]) -> None:
         self._num_tokens += len(token_ids)
