@@ -20,6 +20,7 @@ import abyssal
 from abyssal.cli import COMMANDS, cli
 from abyssal.config import EngineConfig, ServerConfig
 from abyssal.options import OTHER_VARIABLES, option_specs
+from abyssal.serve.app import ROUTES
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "abyssal"
@@ -98,6 +99,11 @@ def test_docs_name_only_commands_that_exist(doc: Path) -> None:
         if span.startswith(("abyssal ", "make serve", "--")):
             for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", span):
                 assert flag in flags | {"--version", "--help"}, f"{doc.name}: no option {flag}"
+
+
+def test_serving_doc_lists_the_routes() -> None:
+    table = (ROOT / "docs" / "serving.md").read_text().partition("## Routes")[2].partition("##")[0]
+    assert set(re.findall(r"`([A-Z]+) ([^`]+)`", table)) == {(r.method, r.path.replace(":path", "")) for r in ROUTES}
 
 
 def test_testing_doc_lists_the_cases_that_tests_name() -> None:

@@ -18,6 +18,7 @@ from abyssal.errors import RequestError
 class Delta:
     text: str
     error: str | None = None
+    reasoning: str = ""
 
 
 @dataclass
@@ -31,6 +32,7 @@ class ScriptedLLM:
     def stream_chat(self, messages: list[dict[str, Any]], params: SamplingParams, thinking: bool | None) -> Iterator[Delta]:
         self.asked.append([dict(m) for m in messages])
         self.thinking.append(thinking)
+        yield Delta("", reasoning="hmm ")
         yield Delta("A")
         error = self.errors.get(len(self.asked))
         if isinstance(error, BaseException):
@@ -52,7 +54,9 @@ def test_the_conversation_grows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     llm = ScriptedLLM()
     assert talk(monkeypatch, "one\ntwo\n\n   \nthree", llm) == ["one", "one|A1|two", "one|A1|two|A2|three"]
     assert [m["role"] for m in llm.asked[-1]] == ["user", "assistant"] * 2 + ["user"]
-    assert capsys.readouterr().out == "A1\nA2\nA3\n"
+    printed = capsys.readouterr()
+    assert printed.out == "A1\nA2\nA3\n"
+    assert printed.err.count("hmm ") == 3
     assert llm.thinking == [True] * 3
 
 

@@ -59,6 +59,8 @@ def _turn(llm: LLM, messages: Messages, text: str, params: SamplingParams, think
     answer: list[str] = []
     try:
         for delta in llm.stream_chat(asked, params, thinking):
+            if delta.reasoning:  # shown, not remembered: the model does not see earlier reasoning again (V4 spec 5.4)
+                click.secho(delta.reasoning, dim=True, nl=False, err=True)
             click.echo(delta.text, nl=False)
             answer.append(delta.text)
             if delta.error is not None:
