@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import abyssal
+from abyssal import LLM, SamplingParams
 from abyssal.errors import ConfigError, RequestError
 from abyssal.serve.chat import (
     EFFORTS,
@@ -358,3 +359,24 @@ def test_bad_checkpoint_settings_stop_the_start(tmp_path: Path, text: str) -> No
     (tmp_path / "abyssal.json").write_text(text)
     with pytest.raises(ConfigError, match="abyssal.json"):
         load_chat_settings(tmp_path)
+
+
+# The Python API
+
+
+def test_llm_chat_renders_as_the_server_does_and_parts_reasoning() -> None:
+    """Prompt ids as above, the checkpoint's default of thinking, and a stream that sums up to the whole answer."""
+    messages = [user("Define harbor.")]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    with LLM("tiny", device="cpu", kv_cache_bytes=256 << 20, num_threads=1) as llm:
+        for thinking in (None, False, True):
+            whole = llm.chat(messages, params, thinking)
+            assert whole.prompt_token_ids == encode_chat(TOKENIZER, messages, bool(thinking))
+            output = whole.outputs[0]
+            assert output.token_ids and bool(output.text) is not bool(thinking) and bool(output.reasoning) is bool(thinking)
+            deltas = list(llm.stream_chat(messages, params, thinking))
+            assert "".join(d.text for d in deltas) == output.text
+            assert "".join(d.reasoning for d in deltas) == output.reasoning
+        with pytest.raises(RequestError, match="tool calls"):
+            llm.chat([{"role": "tool", "content": "x"}])
+        assert not llm.engine.has_unfinished()

@@ -191,6 +191,22 @@ def test_logprobs_are_those_of_the_content() -> None:
     assert output.text == "the answer is" and output.text_offsets == offsets
 
 
+def test_a_turn_mark_that_ends_the_answer_keeps_its_score_and_may_be_included() -> None:
+    """Hidden as text in the middle, but a stop id of the request like any other at the end."""
+    tokens = ids("</think>", "b", "<user>")
+    options: dict[str, Any] = {
+        "finish": "stop",
+        "stop_id": _USER,
+        "tokenizer": UNMARKED,
+        "stop_token_ids": [_USER],
+        "logprobs": 0,
+    }
+    output = run(tokens, True, **options)
+    assert (output.text, output.stop_reason) == ("b", _USER)
+    assert [score.token_id for score in output.logprobs or []] == tokens[1:]
+    assert run(tokens, True, include_stop_str_in_output=True, **options).text == "b<｜User｜>"
+
+
 def test_logprobs_not_asked_for_are_none() -> None:
     assert run(ids("a", "</think>", "b"), True).logprobs is None
     assert run(ids("a"), True, logprobs=0).logprobs == []
