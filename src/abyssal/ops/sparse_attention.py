@@ -32,15 +32,13 @@ def sparse_attention(
     keys = [_Keys(window, window_hidden)]
     if entries is not None and entry_hidden is not None:
         keys.append(_Keys(entries, entry_hidden))
-    scores = torch.cat([k.scores(q) for k in keys], dim=-1)  # [n, b, H, K]
-    largest = torch.maximum(scores.amax(-1, keepdim=True), sink[:, None])  # [n, b, H, 1]
-    weights = scores.sub_(largest).exp_()
-    total = weights.sum(-1, keepdim=True) + (sink[:, None] - largest).exp()
-    parts = weights.split([k.count for k in keys], dim=-1)
+    sink_column = sink[:, None].expand(*q.shape[:-1], 1)
+    scores = torch.cat([*(k.scores(q) for k in keys), sink_column], dim=-1)  # [n, b, H, K + 1]
+    parts = scores.softmax(-1).split([*(k.count for k in keys), 1], dim=-1)
     out = keys[0].combine(parts[0])
-    for key, part in zip(keys[1:], parts[1:], strict=True):
+    for key, part in zip(keys[1:], parts[1:], strict=False):
         out += key.combine(part)
-    return out.div_(total)
+    return out
 
 
 class _Keys:
