@@ -103,7 +103,8 @@ class Tokenizer:
                 f"the text holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; remove it",
                 param="prompt",
             ) from error
-        return (self._control if special else self._text).encode(text, add_special_tokens=False).ids
+        # As a batch of one: unlike `encode`, `encode_batch` lets other threads run meanwhile.
+        return (self._control if special else self._text).encode_batch([text], add_special_tokens=False)[0].ids
 
     def encode_prompt(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of a raw prompt: control tokens written by hand count, and BOS comes first exactly once."""
