@@ -184,11 +184,11 @@ def test_c01_decode_equals_prefill(length: int, reference: Reference, llm: LLM) 
 @pytest.mark.long
 @pytest.mark.parametrize("length", LONG_LENGTHS)
 def test_c01_decode_equals_prefill_long(length: int, long_reference: Reference, tmp_path: Path) -> None:
-    """As above. transformers rounds rotary frequencies to fp32 twice, so its angles drift with the position: 1e-4 at 3,600."""
+    """As above. Over 4,000 rows each of the two strays up to 7e-5 from an fp64 run, so they may be twice as far apart."""
     ids = long_reference.ids[: length + 40]
     with long_reference.load(tmp_path, max_num_batched_tokens=4096) as llm:
         logits = llm.logits(ids, [length - 1, *[1] * 41])
-    torch.testing.assert_close(logits, long_reference.logits[: length + 40], rtol=0, atol=3 * TOLERANCE)
+    torch.testing.assert_close(logits, long_reference.logits[: length + 40], rtol=0, atol=2 * TOLERANCE)
 
 
 def test_c03_short_prompt_after_a_long_one(reference: Reference, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def check_greedy_runs(reference: Reference, llm: LLM, tokens: int, runs: int) ->
 
 def test_c07_greedy_runs(reference: Reference, llm: LLM) -> None:
     """The same tokens every time, with the oracle's logprobs from the first to the last."""
-    check_greedy_runs(reference, llm, tokens=300, runs=2)
+    check_greedy_runs(reference, llm, tokens=200, runs=2)
 
 
 @pytest.mark.long

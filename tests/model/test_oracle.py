@@ -76,7 +76,7 @@ def test_token_by_token(case: Case, llm: LLM) -> None:
 
 
 def test_random_cuts(case: Case, llm: LLM) -> None:
-    for sizes in random_cuts(len(case.ids), case.seed):
+    for sizes in random_cuts(len(case.ids), case.seed, count=10):
         case.check(llm, sizes)
 
 

@@ -8,16 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from abyssal import LLM
+from abyssal import LLM, SamplingParams
 
 Documents = Callable[[int], list[dict[str, Tensor]]]
 CACHE_BYTES = 1 << 30
 
 
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
-def tiny(request: pytest.FixtureRequest) -> Iterator[tuple[str, LLM]]:
-    with LLM("tiny", device="cpu", dtype="float32", kv_layout=request.param, kv_cache_bytes=CACHE_BYTES) as llm:
-        yield request.param, llm
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Callable[[str], LLM]]:
+    """`tiny(layout)` -> the model with this cache layout."""
+    loaded: dict[str, LLM] = {}
+
+    def load(layout: str) -> LLM:
+        if layout not in loaded:
+            loaded[layout] = LLM("tiny", device="cpu", dtype="float32", kv_layout=layout, kv_cache_bytes=CACHE_BYTES)
+        return loaded[layout]
+
+    yield load
+    for llm in loaded.values():
+        llm.close()
 
 
 def recalled(llm: LLM, document: dict[str, Tensor], chunk_sizes: list[int] | None = None) -> Tensor:
@@ -37,16 +46,18 @@ def check_recall(layout: str, llm: LLM, documents: list[dict[str, Tensor]]) -> N
         assert hits.sum() >= stored.sum() - allowed, f"{int(hits.sum())} right, {int(stored.sum())} stored"
 
 
+@pytest.mark.parametrize("layout", ["fp32", "bf16"])
 @pytest.mark.parametrize("tokens", [512, 2048])
-def test_recall(tokens: int, tiny: tuple[str, LLM], recall: Documents) -> None:
-    check_recall(*tiny, recall(tokens))
+def test_recall(tokens: int, layout: str, tiny: Callable[[str], LLM], recall: Documents) -> None:
+    check_recall(layout, tiny(layout), recall(tokens))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", ["fp32", "bf16"])
 @pytest.mark.parametrize("tokens", [8192, 32768])
-def test_long_recall(tokens: int, tiny: tuple[str, LLM], recall: Documents) -> None:
-    check_recall(*tiny, recall(tokens))
+def test_long_recall(tokens: int, layout: str, tiny: Callable[[str], LLM], recall: Documents) -> None:
+    check_recall(layout, tiny(layout), recall(tokens))
 
 
 def test_margins_leave_no_doubt(recall: Documents) -> None:
@@ -55,26 +66,18 @@ def test_margins_leave_no_doubt(recall: Documents) -> None:
         assert min(document["margin"].abs().min().item() for document in recall(tokens)) > 0.1
 
 
-def test_recall_in_odd_chunks(tiny: tuple[str, LLM], recall: Documents) -> None:
+def test_recall_in_odd_chunks(tiny: Callable[[str], LLM], recall: Documents) -> None:
     """A question apart from its document, and chunks that end inside groups of 4 and 128: the same answers."""
-    _, llm = tiny
     document = recall(512)[0]
     n, question = len(document["input_ids"]), int(document["question_at"][0])
     for sizes in ([question, n - question], [129] * (n // 129) + [n % 129], [question, *[1] * (n - question)]):
-        assert torch.equal(recalled(llm, document, sizes), document["fp32_hits"].bool())
+        assert torch.equal(recalled(tiny("fp32"), document, sizes), document["fp32_hits"].bool())
 
 
-def test_generated_answer(recall: Documents) -> None:
-    """Asked alone, the first question of every short document is answered with its five digits."""
-    from abyssal import SamplingParams
-
-    with LLM("tiny", device="cpu", dtype="float32", kv_layout="fp32", kv_cache_bytes=CACHE_BYTES) as llm:
-        prompts, digits = [], []
-        for document in recall(512):
-            ids = document["input_ids"].tolist()
-            prompts.append(ids[: int(document["answer_at"][0]) + 1])
-            digits.append(document["digits"][0].tolist())
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=5))
-        answers = [output.outputs[0].token_ids for output in outputs]
-        right = [bool(document["fp32_hits"][0]) for document in recall(512)]
-        assert [answer == wanted for answer, wanted in zip(answers, digits, strict=True)] == right
+def test_generated_answer(tiny: Callable[[str], LLM], recall: Documents) -> None:
+    """The first question of every short document, all asked at once, is answered with its five digits."""
+    documents = recall(512)
+    prompts = [document["input_ids"].tolist()[: int(document["answer_at"][0]) + 1] for document in documents]
+    outputs = tiny("fp32").generate(prompts, SamplingParams(temperature=0, max_tokens=5))
+    for document, output in zip(documents, outputs, strict=True):
+        assert (output.outputs[0].token_ids == document["digits"][0].tolist()) == bool(document["fp32_hits"][0])
