@@ -233,6 +233,23 @@ def test_requests_that_can_never_run_are_refused_at_once(folder):
     assert_drained(eng)
 
 
+@pytest.mark.parametrize("token", [-1, 160, 2**31 - 1, 2**63])
+def test_i13_ids_outside_the_hash_table_end_their_own_request_only(tmp_path, token):
+    """A hash-routed layer indexes a table by token id: an id outside of it is refused before any table is read."""
+    random_v4_checkpoint(tmp_path, config_dict([0, 4], num_hash_layers=2), seed=4, quantised=False)
+    eng = engine(tmp_path)
+    eng.add(EngineRequest("live", prompt(9, 1), greedy(4)))
+    expected = drain(eng)["live"]
+    eng.add(EngineRequest("live", prompt(9, 1), greedy(4)))
+    for ids in ([token], [5, token, 6]):
+        with pytest.raises(RequestError, match=str(token)):
+            eng.add(EngineRequest("wild", ids, greedy(1)))
+        with pytest.raises(RequestError, match=str(token)):
+            eng.score(ids, [len(ids)], [0])
+    assert drain(eng) == {"live": expected}
+    assert_drained(eng)
+
+
 def test_an_explicit_length_that_does_not_fit_is_refused_and_the_default_is_what_fits(folder):
     with pytest.raises(ConfigError, match="max_model_len=4096 does not fit.*at most"):
         engine(folder, kv_cache_bytes=700 * 1024, max_model_len=4096)
