@@ -179,7 +179,8 @@ def http_client(app: FastAPI) -> httpx.AsyncClient:
 
 
 def openai_client(app: FastAPI, api_key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://test/v1", api_key=api_key, http_client=http_client(app), max_retries=0)
+    http: Any = http_client(app)  # openai names its own httpx2 in its types, and takes httpx too
+    return openai.AsyncOpenAI(base_url="http://test/v1", api_key=api_key, http_client=http, max_retries=0)
 
 
 def post(app: FastAPI, path: str, body: Any, **more: Any) -> httpx.Response:

@@ -15,6 +15,7 @@ from abyssal.serve.schemas import Body
 from abyssal.serve.streams import ClientLeft
 
 MAX_BODY_BYTES = 64 << 20  # a million token ids take 7 MiB, the text of as many less
+MAX_NAMES = 10_000  # of one object; no field needs more, and each unknown one costs an error
 
 B = TypeVar("B", bound=Body)
 
@@ -54,7 +55,7 @@ async def _receive_all(request: Request) -> bytes:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """A JSON object as RFC 8259 has it; a name given twice, NaN and infinities are refused.
+    """A JSON object as RFC 8259 has it; a name given twice, too many names, NaN and infinities are refused.
 
     Raises:
         RequestError: it is not one.
@@ -75,6 +76,8 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_NAMES:
+        raise RequestError(f"the body holds an object of {len(pairs)} names; at most {MAX_NAMES} are allowed")
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()

@@ -13,6 +13,7 @@ from abyssal.serve.streams import ClientLeft, json_response
 log = logging.getLogger("abyssal")
 
 CLIENT_LEFT_STATUS = 499  # nobody is there to read it; for the log of a proxy
+MAX_PARAM_CHARS = 200  # the name of an unknown field may be as long as a body
 
 
 class HttpError(AbyssalError):
@@ -79,7 +80,8 @@ async def _no_method(request: Request, error: Exception) -> Response:
 
 
 def _body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": _clean(message), "type": kind, "param": param and _clean(param), "code": code}}
+    name = None if param is None else _clean(param[:MAX_PARAM_CHARS])
+    return {"error": {"message": _clean(message), "type": kind, "param": name, "code": code}}
 
 
 def _clean(text: str) -> str:

@@ -6,13 +6,16 @@ A field that is known to OpenAI's or vLLM's clients but not supported may be sen
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from abyssal.engine.request import MAX_LOGIT_BIAS, SamplingParams
 from abyssal.errors import RequestError
 
+TokenIds = Annotated[
+    list[int], Field(fail_fast=True)
+]  # an error for each of millions of bad entries would take minutes and gigabytes
 Neutral = dict[str, tuple[Any, ...]]  # field -> values that ask for nothing, beside null
 
 _TEXT_FORMAT = ({"type": "text"},)
@@ -78,11 +81,11 @@ class GenerationBody(Body):
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
     stop: Any = None  # str or list[str]
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -103,10 +106,6 @@ class GenerationBody(Body):
             raise RequestError("stream_options goes with stream=true only", param="stream_options")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.max_completion_tokens is not None:
-            if self.max_completion_tokens < 1:
-                raise RequestError(
-                    f"max_completion_tokens={self.max_completion_tokens} must be at least 1", "max_completion_tokens"
-                )
             given["max_tokens"] = self.max_completion_tokens
         if self.logit_bias is not None:
             given["logit_bias"] = _bias(self.logit_bias)
@@ -191,4 +190,4 @@ class TokenizeBody(Body, PromptOptions):
 
 
 class DetokenizeBody(Body):
-    tokens: list[int] | None = None
+    tokens: TokenIds | None = None
