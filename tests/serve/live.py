@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import uvicorn
@@ -41,7 +41,7 @@ class LiveServer:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
-    def __enter__(self) -> LiveServer:
+    def __enter__(self) -> Self:
         self._thread.start()
         assert self._ready.wait(PATIENCE), "the server did not start"
         return self
