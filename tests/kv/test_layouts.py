@@ -6,7 +6,11 @@ import torch
 from abyssal.errors import ConfigError
 from abyssal.kv import layouts
 
-SIZES = {"fp32": 2048, "bf16": 1024, "index_fp32": 512, "index_bf16": 256}
+SIZES = {
+    "fp32": 2048, "bf16": 1024, "v4": 584, "v41": 528, "v41_fp4": 288,
+    "index_fp32": 512, "index_bf16": 256, "index_fp8": 132, "index_mxfp4": 68,
+}  # fmt: skip
+PAGES_OF_64 = {"v4": 37440, "v41": 33792, "v41_fp4": 18432, "index_fp8": 8448, "index_mxfp4": 4352}
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES.items())
@@ -15,6 +19,16 @@ def test_sizes(name, size):
     assert layout.bytes_per_entry == size
     assert layout.page_bytes(64) >= 64 * size and layout.page_bytes(64) % layout.page_align == 0
     assert layout.page_bytes(0) == 0
+
+
+@pytest.mark.parametrize(("name", "size"), PAGES_OF_64.items())
+def test_page_sizes(name, size):
+    assert layouts.get(name).page_bytes(64) == size
+
+
+def test_packed_layouts_exist_for_their_own_width_only():
+    with pytest.raises(ConfigError, match="'v4' stores 512 values per entry, not 96"):
+        layouts.get("v4", 96)
 
 
 @pytest.mark.parametrize("name", SIZES)

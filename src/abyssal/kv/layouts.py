@@ -1,15 +1,27 @@
 """Record layouts: how one cached entry is stored in bytes, and where it lies in a page.
 
-In a page all data rows come first, then all scale rows, then padding up to a multiple of `page_align`.
+In a page all data rows come first, then all scale rows, then padding up to a multiple of `page_align`. Sizes of records occur in
+this file only. Sources: V4 spec 3.7, V4.1 spec 4.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from abyssal.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How the leading values of a record are quantised; values after them are stored in the layout's dtype."""
+
+    values: int  # quantised values at the front of an entry
+    kind: Literal["e4m3", "e2m1"]  # e2m1: two codes per byte, the even index in the low nibble
+    tile: int  # consecutive values that share one scale
+    scale: Literal["ue8m0", "e4m3", "fp32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +33,8 @@ class Layout:
     data_bytes: int
     scale_bytes: int
     page_align: int
-    dtype: torch.dtype  # element type of the data row
+    dtype: torch.dtype  # of values outside of the grid
+    grid: Grid | None = None
 
     @property
     def bytes_per_entry(self) -> int:
@@ -50,8 +63,14 @@ _LAYOUTS = {
     for layout in (
         _plain("fp32", 512, torch.float32),
         _plain("bf16", 512, torch.bfloat16),
+        Layout("v4", 512, 576, 8, 576, torch.bfloat16, Grid(448, "e4m3", 64, "ue8m0")),  # 7 scales and a zero byte
+        Layout("v41", 512, 512, 16, 512, torch.bfloat16, Grid(512, "e4m3", 32, "ue8m0")),
+        Layout("v41_fp4", 512, 256, 32, 256, torch.bfloat16, Grid(512, "e2m1", 16, "e4m3")),
         _plain("index_fp32", 128, torch.float32),
         _plain("index_bf16", 128, torch.bfloat16),
+        # 64 keys fill a page without padding; a bucket may add some.
+        Layout("index_fp8", 128, 128, 4, 256, torch.bfloat16, Grid(128, "e4m3", 128, "fp32")),
+        Layout("index_mxfp4", 128, 64, 4, 256, torch.bfloat16, Grid(128, "e2m1", 32, "ue8m0")),
     )
 }
 
@@ -67,7 +86,7 @@ def get(name: str, dim: int | None = None) -> Layout:
     layout = _LAYOUTS[name]
     if dim is None or dim == layout.dim:
         return layout
-    if layout.scale_bytes:
+    if layout.grid is not None:
         raise ConfigError(f"layout {name!r} stores {layout.dim} values per entry, not {dim}; choose fp32 or bf16")
     return replace(layout, dim=dim, data_bytes=dim * layout.dtype.itemsize)
 
