@@ -167,9 +167,9 @@ class ScriptedClient:
         return RequestUpdate(request.request_id, list(tokens), logprobs, prompt_logprobs, reason, stop)
 
 
-def app_of(client: Any, tokenizer: Tokenizer | None = TOKENIZER, thinking: bool = False, **config: Any) -> FastAPI:
+def app_of(client: Any, tokenizer: Tokenizer | None = TOKENIZER, checkpoint_thinks: bool = False, **config: Any) -> FastAPI:
     return create_app(
-        client, tokenizer, ServerConfig(**config), ChatSettings(thinking, ("none", "minimal", "low", "medium", "high"))
+        client, tokenizer, ServerConfig(**config), ChatSettings(checkpoint_thinks, ("none", "minimal", "low", "medium", "high"))
     )
 
 
