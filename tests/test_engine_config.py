@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from abyssal import config as config_module
 from abyssal.config import EngineConfig, ModelConfig, ServerConfig, from_sources, resolve, server_from_sources
 from abyssal.errors import ConfigError
 from abyssal.model_config import parse_model_config
@@ -221,24 +220,25 @@ def test_auto_on_cpu(model: ModelConfig) -> None:
     assert config == EngineConfig()  # a new object; the given one still says auto
 
 
-@pytest.mark.parametrize("model", [V4, V41], ids=["v4", "v41"])
-def test_auto_on_cuda_until_packed_records_exist(model: ModelConfig) -> None:
+@pytest.mark.parametrize(("model", "layouts"), [(V4, ("v4", "same", "fp8")), (V41, ("v41", "fp4", "fp4"))], ids=["v4", "v41"])
+def test_auto_on_cuda(model: ModelConfig, layouts: tuple[str, str, str]) -> None:
     resolved = resolve(EngineConfig(), model, device_available=True)
     assert (resolved.device, resolved.dtype, resolved.kv_cache_bytes) == ("cuda", "bfloat16", None)
-    assert (resolved.kv_layout, resolved.compressed_kv_layout, resolved.index_layout) == ("bf16", "same", "bf16")
-
-
-@pytest.mark.parametrize(("model", "layouts"), [(V4, ("v4", "same", "fp8")), (V41, ("v41", "fp4", "fp4"))], ids=["v4", "v41"])
-def test_auto_on_cuda_once_everything_exists(
-    model: ModelConfig, layouts: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The table is complete already: only the list of what is built has to grow."""
-    everything = {name: spec_of(name).choices for name in config_module.BUILT}
-    monkeypatch.setattr(config_module, "BUILT", everything)
-    resolved = resolve(EngineConfig(), model, device_available=True)
     assert (resolved.kv_layout, resolved.compressed_kv_layout, resolved.index_layout) == layouts
     crossed = resolve(EngineConfig(kv_layout="v41"), V4, device_available=True)
     assert (crossed.compressed_kv_layout, crossed.index_layout) == ("same", "fp8")
+
+
+@pytest.mark.parametrize("widths", [{"head_dim": 96}, {"index_head_dim": 64}])
+def test_auto_packs_records_of_the_released_widths_only(widths: dict[str, int]) -> None:
+    resolved = resolve(EngineConfig(), dataclasses.replace(V4, **widths), device_available=True)
+    assert (resolved.kv_layout, resolved.index_layout) == ("bf16", "bf16")
+
+
+def test_record_layouts_by_name() -> None:
+    packed = resolve(EngineConfig(kv_layout="v41", compressed_kv_layout="fp4", index_layout="fp4"), V4, False)
+    assert packed.record_layouts == ("v41", "v41_fp4", "index_mxfp4")
+    assert resolve(EngineConfig(kv_layout="v4"), V4, False).record_layouts == ("v4", "v4", "index_fp8")
 
 
 def test_resolving_twice_changes_nothing() -> None:
@@ -253,39 +253,21 @@ LAYOUTS = ("fp32", "bf16", "v4", "v41")
 
 @pytest.mark.parametrize("model", [V4, V41], ids=["v4", "v41"])
 @pytest.mark.parametrize(("kv", "compressed"), list(itertools.product(LAYOUTS, ("same", "fp8", "fp4"))))
-def test_only_the_allowed_layout_pairs_pass(
-    kv: str, compressed: str, model: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_allowed_layout_pairs_pass(kv: str, compressed: str, model: ModelConfig) -> None:
     config = EngineConfig(kv_layout=kv, compressed_kv_layout=compressed)
     allowed = compressed == "same" or (kv, compressed) == ("v41", "fp4")
     if not allowed:
         with pytest.raises(ConfigError, match=f"compressed_kv_layout='{compressed}' does not go with kv_layout='{kv}'"):
             resolve(config, model, False)
-    elif kv in ("v4", "v41"):
-        with pytest.raises(ConfigError, match=f"kv_layout '{kv}' is not available yet; choose fp32 or bf16"):
-            resolve(config, model, False)
     else:
-        assert resolve(config, model, False).kv_layout == kv
-    if allowed:
-        everything = {name: spec_of(name).choices for name in config_module.BUILT}
-        monkeypatch.setattr(config_module, "BUILT", everything)
         for index in ("fp32", "bf16", "fp8", "fp4"):
             resolved = resolve(dataclasses.replace(config, index_layout=index), model, False)
             assert (resolved.kv_layout, resolved.compressed_kv_layout, resolved.index_layout) == (kv, compressed, index)
 
 
-@pytest.mark.parametrize(("kv", "index"), list(itertools.product(("fp32", "bf16"), repeat=2)))
-def test_every_built_index_layout_goes_with_every_built_kv_layout(kv: str, index: str) -> None:
-    resolved = resolve(EngineConfig(kv_layout=kv, index_layout=index), V4, False)
-    assert (resolved.kv_layout, resolved.index_layout) == (kv, index)
-    assert resolve(EngineConfig(kv_layout=kv), V4, False).index_layout == kv
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"index_layout": "fp8"}, "index_layout 'fp8' is not available yet; choose fp32 or bf16"),
-        ({"index_layout": "fp4"}, "index_layout 'fp4' is not available yet"),
         ({"backend": "triton"}, "backend 'triton' is not available yet; choose reference"),
         ({"backend": "hopper"}, "backend 'hopper' is not available yet; choose reference"),
         ({"device": "cuda"}, "no usable CUDA device"),

@@ -156,6 +156,13 @@ class EngineConfig:
         if self.enable_prefix_caching:
             raise ConfigError("enable_prefix_caching=True: prefix caching is not available yet; leave it off")
 
+    @property
+    def record_layouts(self) -> tuple[str, str, str]:
+        """Record layouts of window KV, compressed KV and index keys, once resolved."""
+        compressed = {"same": self.kv_layout, "fp4": "v41_fp4"}[self.compressed_kv_layout]
+        index = {"fp4": "mxfp4"}.get(self.index_layout, self.index_layout)
+        return self.kv_layout, compressed, f"index_{index}"
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
@@ -177,15 +184,11 @@ class ServerConfig:
 AUTO_KV_LAYOUT = {("cpu", "v4"): "fp32", ("cpu", "v41"): "fp32", ("cuda", "v4"): "v4", ("cuda", "v41"): "v41"}
 AUTO_COMPRESSED = {("v41", "v41"): "fp4"}  # (KV layout, family); all others: same
 AUTO_INDEX = {("v4", "v4"): "fp8", ("v4", "v41"): "fp8", ("v41", "v4"): "fp8", ("v41", "v41"): "fp4"}  # others: the KV layout
+PACKED_DIMS = (512, 128)  # values of a KV entry and of an index key: packed records exist for the released widths only
 ALLOWED_KV = {("fp32", "same"), ("bf16", "same"), ("v4", "same"), ("v41", "same"), ("v41", "fp4")}
 
-# What exists so far. A KV layout that `auto` would choose and that is not in this list becomes bf16.
-BUILT = {
-    "kv_layout": ("fp32", "bf16"),
-    "compressed_kv_layout": ("same",),
-    "index_layout": ("fp32", "bf16"),
-    "backend": ("reference",),
-}
+# What exists so far.
+BUILT = {"backend": ("reference",)}
 CPU_KV_CACHE_BYTES = 4 * 2**30
 
 
@@ -219,7 +222,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
         ConfigError: an option asks for what the model, the machine or this version cannot do.
     """
     device = _resolve_device(config.device, device_available)
-    kv, compressed, index = _resolve_layouts(config, device, model_config.family)
+    kv, compressed, index = _resolve_layouts(config, device, model_config)
     dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if config.dtype == "auto" else config.dtype
     backend = "reference" if config.backend == "auto" else config.backend
     _check_built("backend", backend)
@@ -248,11 +251,13 @@ def _resolve_device(device: str, cuda: bool) -> str:
     return ("cuda" if cuda else "cpu") if device == "auto" else device
 
 
-def _resolve_layouts(config: EngineConfig, device: str, family: Family) -> tuple[str, str, str]:
+def _resolve_layouts(config: EngineConfig, device: str, model: ModelConfig) -> tuple[str, str, str]:
+    family = model.family
     kv, compressed, index = config.kv_layout, config.compressed_kv_layout, config.index_layout
     if kv == "auto":
         kv = AUTO_KV_LAYOUT[device, family]
-        kv = kv if kv in BUILT["kv_layout"] else "bf16"
+        if (model.head_dim, model.index_head_dim) != PACKED_DIMS and kv != "fp32":
+            kv = "bf16"
     if compressed == "auto":
         compressed = AUTO_COMPRESSED.get((kv, family), "same")
     if index == "auto":
@@ -260,9 +265,6 @@ def _resolve_layouts(config: EngineConfig, device: str, family: Family) -> tuple
     if (kv, compressed) not in ALLOWED_KV:
         allowed = ", ".join(sorted(pair[1] for pair in ALLOWED_KV if pair[0] == kv))
         raise ConfigError(f"compressed_kv_layout={compressed!r} does not go with kv_layout={kv!r}; allowed with it: {allowed}")
-    _check_built("kv_layout", kv)
-    _check_built("compressed_kv_layout", compressed)
-    _check_built("index_layout", index)
     return kv, compressed, index
 
 

@@ -100,7 +100,8 @@ def test_server_options_belong_to_serve_alone() -> None:
         (["doctor", "--kv-cache-bytes", "4Gb"], {}, ["kv_cache_bytes", "'4Gb'", "4GiB"]),
         (["doctor"], {"ABYSSAL_KV_LAYUOT": "fp32"}, ["ABYSSAL_KV_LAYUOT", "ABYSSAL_KV_LAYOUT"]),
         (["doctor"], {"ABYSSAL_DTYPE": "float16"}, ["float16", "float32, bfloat16"]),
-        (["doctor", "tiny", "--kv-layout", "v4"], {}, ["kv_layout 'v4'", "fp32 or bf16"]),
+        (["doctor", "tiny", "--backend", "triton"], {}, ["backend 'triton'", "choose reference"]),
+        (["doctor", "tiny", "--kv-layout", "v4", "--compressed-kv-layout", "fp4"], {}, ["'fp4'", "kv_layout='v4'"]),
     ],
 )
 def test_a_bad_option_is_one_line_and_exit_code_2(

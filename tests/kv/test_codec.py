@@ -16,7 +16,13 @@ from abyssal.kv import codec, layouts
 
 SPECIAL = [0.0, -0.0, 1.0, 1e-45, 3e38, -1.5, 2.0**-126]
 PLAIN = ["fp32", "bf16", "index_fp32", "index_bf16"]
-STORED = {"v4": "v4_584_qatfloor", "v41": "v41_528_qatfloor", "v41_fp4": "v41fp4_288", "index_fp8": "idxfp8pow2_132", "index_mxfp4": "idxmxfp4_68"}
+STORED = {
+    "v4": "v4_584_qatfloor",
+    "v41": "v41_528_qatfloor",
+    "v41_fp4": "v41fp4_288",
+    "index_fp8": "idxfp8pow2_132",
+    "index_mxfp4": "idxmxfp4_68",
+}
 READ_ONLY = {"v4": "v4_584", "v41": "v41_528", "index_fp8": "idxfp8_132"}  # other scale rules, which readers accept too
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -93,7 +99,9 @@ def test_every_value_is_the_nearest_code_under_its_scale(name, seed, log_size, l
     ones = codec.dequantize(grid, _unit_codes(grid, 4), scales).double()  # every value's scale
     scaled = (x[:, : grid.values].double() / ones).float().double()  # the quotient is rounded once, in fp32
     got = codes_of(grid, data).long()
-    distance = (scaled.clamp(-values.nan_to_num().max(), values.nan_to_num().max()).unsqueeze(-1) - values).abs().nan_to_num(torch.inf)
+    distance = (
+        (scaled.clamp(-values.nan_to_num().max(), values.nan_to_num().max()).unsqueeze(-1) - values).abs().nan_to_num(torch.inf)
+    )
     best = distance.amin(-1, keepdim=True)
     assert (distance.gather(-1, got.unsqueeze(-1)) == best).all(), "not the nearest code"
     ties = ((distance == best) & (values.signbit() == scaled.signbit().unsqueeze(-1))).sum(-1) > 1

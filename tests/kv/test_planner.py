@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("ratios", [[0, 4, 128], [0], [128, 4]])
 @pytest.mark.parametrize("budget", [1 << 20, 5 << 20, 40 << 20])
 def test_the_promised_capacity_fits_in_steps_of_the_promised_size(ratios, budget):
-    plan = plan_caches(small_config(ratios), "fp32", "fp32", "fp32")
+    plan = plan_caches(small_config(ratios), "fp32", "fp32", "index_fp32")
     sizes = divide_budget(plan, budget, max_num_seqs=4, step_tokens=128, max_model_len=1 << 20)
     assert sizes.total_bytes <= budget
     cache = KVCache(plan, sizes.num_pages, CPU)
@@ -28,7 +28,7 @@ def test_the_promised_capacity_fits_in_steps_of_the_promised_size(ratios, budget
 
 
 def test_windows_of_all_sequences_fit_at_once():
-    plan = plan_caches(small_config([0, 4, 128]), "fp32", "fp32", "fp32")
+    plan = plan_caches(small_config([0, 4, 128]), "fp32", "fp32", "index_fp32")
     sizes = divide_budget(plan, 40 << 20, max_num_seqs=8, step_tokens=64, max_model_len=4096)
     assert sizes.num_sequences == 8
     cache = KVCache(plan, sizes.num_pages, CPU)
@@ -40,13 +40,13 @@ def test_windows_of_all_sequences_fit_at_once():
 
 
 def test_no_more_blocks_than_can_be_used():
-    plan = plan_caches(small_config([4]), "fp32", "fp32", "fp32")
+    plan = plan_caches(small_config([4]), "fp32", "fp32", "index_fp32")
     sizes = divide_budget(plan, 1 << 40, max_num_seqs=2, step_tokens=64, max_model_len=1000)
     assert sizes.num_blocks == 8
 
 
 def test_too_small_a_budget_names_the_numbers_and_the_least_that_works():
-    plan = plan_caches(small_config([0, 4, 128]), "fp32", "fp32", "fp32")
+    plan = plan_caches(small_config([0, 4, 128]), "fp32", "fp32", "index_fp32")
     with pytest.raises(ConfigError, match="kv_cache_bytes=1000 .*give at least (\\d+) bytes") as caught:
         divide_budget(plan, 1000, 1, 64, 4096)
     least = int(str(caught.value).split("at least ")[1].split()[0])

@@ -13,7 +13,7 @@ from tests.support.small_model import small_config
 
 CPU = torch.device("cpu")
 CONFIG = small_config([0, 4, 128, 4])
-PLAN = plan_caches(CONFIG, "fp32", "bf16", "bf16")
+PLAN = plan_caches(CONFIG, "fp32", "bf16", "index_bf16")
 
 
 def held_pages(cache: KVCache, sequences) -> dict[str, list[int]]:

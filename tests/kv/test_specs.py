@@ -9,7 +9,7 @@ RELEASED = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "sli
 
 
 def test_kinds_of_a_mixed_model():
-    specs = plan_caches(small_config([0, 4, 128, 4], **RELEASED), "fp32", "fp32", "fp32").specs
+    specs = plan_caches(small_config([0, 4, 128, 4], **RELEASED), "fp32", "fp32", "index_fp32").specs
     assert set(specs) == {"window", "c4", "c4_state", "c4_index", "c4_index_state", "c128", "c128_state"}
     assert specs["window"].layers == (0, 1, 2, 3) and specs["c4"].layers == (1, 3) and specs["c128"].layers == (2,)
     assert (specs["c4_state"].window, specs["c128_state"].window, specs["window"].window) == (8, 128, 128)
@@ -17,7 +17,7 @@ def test_kinds_of_a_mixed_model():
 
 
 def test_whole_context_blocks_of_256_tokens():
-    plan = plan_caches(small_config([4, 128], **RELEASED), "bf16", "bf16", "bf16")
+    plan = plan_caches(small_config([4, 128], **RELEASED), "bf16", "bf16", "index_bf16")
     for spec in plan.specs.values():
         if spec.window is None:
             assert BLOCK_TOKENS % (spec.ratio * spec.entries_per_page) == 0
@@ -27,7 +27,7 @@ def test_whole_context_blocks_of_256_tokens():
 @pytest.mark.parametrize("dims", [{}, RELEASED, {"head_dim": 96}])
 @pytest.mark.parametrize("layout", ["fp32", "bf16"])
 def test_every_page_holds_its_entries_and_buckets_are_at_most_three(ratios, dims, layout):
-    plan = plan_caches(small_config(ratios, **dims), layout, layout, layout)
+    plan = plan_caches(small_config(ratios, **dims), layout, layout, f"index_{layout}")
     assert len(plan.page_bytes) <= 3
     for spec in plan.specs.values():
         page = plan.page_bytes[spec.bucket]
@@ -37,5 +37,19 @@ def test_every_page_holds_its_entries_and_buckets_are_at_most_three(ratios, dims
 
 
 def test_first_kept_covers_the_window_and_a_roll_back():
-    window = plan_caches(small_config([0], **RELEASED), "fp32", "fp32", "fp32").specs["window"]
+    window = plan_caches(small_config([0], **RELEASED), "fp32", "fp32", "index_fp32").specs["window"]
     assert [window.first_kept(n) for n in (1, 136, 137, 1000)] == [0, 0, 1, 864]
+
+
+BUCKETS = {
+    ("v4", "v4", "index_fp8"): {"main": 37440, "index": 8640, "small": 1728},
+    ("v4", "v4", "index_mxfp4"): {"main": 37440, "index": 4608, "small": 1728},
+}
+
+
+@pytest.mark.parametrize("names", BUCKETS)
+def test_released_bucket_sizes(names):
+    plan = plan_caches(small_config([0, 4, 128, 4], **RELEASED), *names)
+    assert plan.page_bytes == BUCKETS[names]
+    state = plan.specs["c4_index_state"].entries_per_page
+    assert state == {"index_fp8": 4, "index_mxfp4": 2}[names[2]]

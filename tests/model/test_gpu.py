@@ -35,11 +35,14 @@ def test_fp32_recall_is_exactly_the_stored_one(tokens: int, recall: Documents) -
 
 
 @pytest.mark.parametrize("tokens", [512, 2048, 8192])
-def test_default_precision_loses_at_most_one_answer_in_80(tokens: int, recall: Documents) -> None:
-    with LLM("tiny", device="cuda", kv_cache_bytes=CACHE_BYTES) as llm:
-        assert llm.engine.config.dtype == "bfloat16"
+@pytest.mark.parametrize(("kv_layout", "lost"), [("bf16", 1), ("auto", 2)])
+def test_default_precision_loses_few_answers_of_80(kv_layout: str, lost: int, tokens: int, recall: Documents) -> None:
+    """bf16 alone may lose one; packed records, the default, 2 % more."""
+    with LLM("tiny", device="cuda", kv_layout=kv_layout, kv_cache_bytes=CACHE_BYTES) as llm:
+        config = llm.engine.config
+        assert (config.dtype, config.kv_layout) == ("bfloat16", {"auto": "v4"}.get(kv_layout, kv_layout))
         hits = sum(int(recalled(llm, document).sum()) for document in recall(tokens))
-        assert hits >= sum(int(document["fp32_hits"].sum()) for document in recall(tokens)) - 1, f"{hits} right"
+        assert hits >= sum(int(document["fp32_hits"].sum()) for document in recall(tokens)) - lost, f"{hits} right"
 
 
 def test_weights_stay_in_their_stored_format() -> None:

@@ -37,7 +37,7 @@ def run_cuts(ratio: int, cuts: list[int], index_keys: bool) -> None:
     total = sum(cuts)
     config = small_config([ratio])
     kind = f"c{ratio}_index" if index_keys else f"c{ratio}"
-    cache = KVCache(plan_caches(config, "fp32", "fp32", "fp32"), {"main": 80, "index": 40, "small": 20}, CPU)
+    cache = KVCache(plan_caches(config, "fp32", "fp32", "index_fp32"), {"main": 80, "index": 40, "small": 20}, CPU)
     entries, state = cache.views[kind], cache.views[f"{kind}_state"]
     width = state.spec.layout.dim
     rows, norm = torch.randn(total, width) * 3, torch.rand(DIM) + 0.5

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def test_stores_rotated_rows_and_returns_normed_rotated_queries(layout, dtype):
     torch.manual_seed(0)
     config = small_config([0, 0])
-    cache = KVCache(plan_caches(config, layout, layout, "fp32"), {"main": 12}, CPU)
+    cache = KVCache(plan_caches(config, layout, layout, "index_fp32"), {"main": 12}, CPU)
     seq = cache.new_sequence()
     assert cache.allocate(seq, 0, 70)
     batch = build_batch(config, cache, [Chunk(list(range(70)), 0, seq)], [], CPU)
@@ -40,7 +40,7 @@ def test_stores_rotated_rows_and_returns_normed_rotated_queries(layout, dtype):
 
 def test_v41_queries_are_not_normed():
     config = small_config([0])
-    cache = KVCache(plan_caches(config, "fp32", "fp32", "fp32"), {"main": 4}, CPU)
+    cache = KVCache(plan_caches(config, "fp32", "fp32", "index_fp32"), {"main": 4}, CPU)
     seq = cache.new_sequence()
     assert cache.allocate(seq, 0, 3)
     batch = build_batch(config, cache, [Chunk([1, 2, 3], 0, seq)], [], CPU)

@@ -77,10 +77,11 @@ def _implementations() -> Rows:
     """Every option that chooses an implementation or a record format: which of its values exist here."""
     rows = []
     for spec in option_specs(EngineConfig):
-        if spec.name in BUILT:
-            built = BUILT[spec.name]
-            missing = [value for value in spec.choices or () if value != "auto" and value not in built]
-            rows.append((spec.name, f"{', '.join(built)}; not in this version: {', '.join(missing)}"))
+        if spec.name in ("kv_layout", "compressed_kv_layout", "index_layout", "backend"):
+            values = [value for value in spec.choices or () if value != "auto"]
+            built = BUILT.get(spec.name, values)
+            missing = [value for value in values if value not in built]
+            rows.append((spec.name, ", ".join(built) + (f"; not in this version: {', '.join(missing)}" if missing else "")))
     return rows
 
 

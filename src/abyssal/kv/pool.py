@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from abyssal.kv import codec
 from abyssal.kv.specs import Bucket, CachePlan, CacheSpec
 
 NO_PAGE = 0  # the zero page of every bucket: never handed out, always zero, so that slot -1 reads as zeros
@@ -150,30 +151,37 @@ class RecordView:
 
     def __init__(self, pool: Tensor, spec: CacheSpec) -> None:
         self.spec = spec
-        layout = spec.layout
+        layout, entries = spec.layout, spec.entries_per_page
+        width = layout.dim if layout.grid is None else layout.data_bytes
+        values = pool.view(-1) if layout.grid is not None else pool.view(-1).view(layout.dtype)
+        stride = pool.shape[1] // values.element_size()
+        self._rows = values.as_strided((len(pool), entries, width), (stride, width, 1))
+        scale_shape = (len(pool), entries, layout.scale_bytes)
+        first_scale = layout.scale_offset(0, entries)
+        self._scales = pool.as_strided(scale_shape, (pool.shape[1], layout.scale_bytes, 1), first_scale)
         self._page_rows, remainder = divmod(pool.shape[1], layout.data_bytes)
-        values = pool.view(-1).view(layout.dtype)
-        stride = pool.shape[1] // layout.dtype.itemsize
-        shape, strides = (len(pool), spec.entries_per_page, layout.dim), (stride, layout.dim, 1)
-        self._by_page = values.as_strided(shape, strides)
         # Row indices into one matrix are several times faster than (page, row) pairs, where pages are whole rows.
-        self._flat = values.view(-1, layout.dim) if remainder == 0 else None
+        self._flat = values.view(-1, width) if remainder == 0 else None
 
     def read(self, slots: Tensor) -> Tensor:
         """slots int [...] -> fp32 [..., dim]."""
-        slots = slots.clamp(min=0)
-        if self._flat is None:
-            return self._by_page[self._split(slots)].float()
-        rows = self._flat.index_select(0, self._flat_rows(slots).reshape(-1))
-        return rows.float().view(*slots.shape, self.spec.layout.dim)
+        layout = self.spec.layout
+        flat = slots.clamp(min=0).reshape(-1)
+        rows = self._rows[self._split(flat)] if self._flat is None else self._flat.index_select(0, self._flat_rows(flat))
+        values = rows.float() if layout.grid is None else codec.decode(layout, rows, self._scales[self._split(flat)])
+        return values.view(*slots.shape, layout.dim)
 
     def write(self, slots: Tensor, values: Tensor) -> None:
         """slots int [n], none negative; values [n, dim]."""
-        values = values.to(self.spec.layout.dtype)
-        if self._flat is None:
-            self._by_page[self._split(slots)] = values
+        layout = self.spec.layout
+        if layout.grid is None:
+            rows = values.to(layout.dtype)
         else:
-            self._flat.index_copy_(0, self._flat_rows(slots).long(), values)
+            rows, self._scales[self._split(slots)] = codec.encode(layout, values)
+        if self._flat is None:
+            self._rows[self._split(slots)] = rows
+        else:
+            self._flat.index_copy_(0, self._flat_rows(slots).long(), rows)
 
     def _split(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         entries = self.spec.entries_per_page

@@ -47,7 +47,10 @@ class CachePlan:
 
 
 def plan_caches(config: ModelConfig, kv_layout: str, compressed_layout: str, index_layout: str) -> CachePlan:
-    """Cache kinds of `config`: window, and per ratio the compressed KV, index keys and compressor state (DESIGN section 1)."""
+    """Cache kinds of `config`: window, and per ratio the compressed KV, index keys and compressor state.
+
+    The layouts are names of record layouts, of window KV, compressed KV and index keys.
+    """
     window = layouts.get(kv_layout, config.head_dim)
     draft: list[tuple[str, tuple[int, ...], Layout, int, int | None, Bucket]] = [
         ("window", tuple(range(config.num_layers)), window, 1, config.sliding_window, "main")
@@ -61,7 +64,7 @@ def plan_caches(config: ModelConfig, kv_layout: str, compressed_layout: str, ind
         draft.append((f"c{ratio}", owners, compressed, ratio, None, bucket))
         draft.append(state_kind(f"c{ratio}_state", owners, config.head_dim, ratio, overlap, "main"))
         if indexed:
-            keys = layouts.get(f"index_{index_layout}", config.index_head_dim)
+            keys = layouts.get(index_layout, config.index_head_dim)
             draft.append((f"c{ratio}_index", indexed, keys, ratio, None, "index"))
             draft.append(state_kind(f"c{ratio}_index_state", indexed, config.index_head_dim, ratio, overlap, "index"))
     return _size_pages(draft)
@@ -88,5 +91,5 @@ def _size_pages(draft: list[tuple[str, tuple[int, ...], Layout, int, int | None,
         while lifetime is not None and (fit > WINDOW_PAGE_ENTRIES or layout.page_bytes(fit) > sizes[bucket]):
             fit //= 2
         specs[name] = CacheSpec(name, layers, layout, ratio, lifetime, name.endswith("_state"), bucket, fit)
-    alignment = 16  # every page starts where a 16-byte access may
+    alignment = max(16, specs["window"].layout.page_align)  # the KV records' own; at least that of a 16-byte access
     return CachePlan(specs, {bucket: -(-size // alignment) * alignment for bucket, size in sizes.items()})

@@ -37,6 +37,7 @@ class Indexer:
             linear(x, self.weights_proj),
             batch.rope["compress"],
             rotate_query=True,
+            grid=cache.specs[self.compressor.kind].layout.grid,
         )
         return [self._choose(q, weights, group, batch, cache) for group in batch.groups]
 
