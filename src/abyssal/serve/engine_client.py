@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from abyssal.engine.engine import EngineInfo, EngineStats
 from abyssal.engine.request import EngineRequest, RequestUpdate
 from abyssal.errors import AbyssalError, EngineDeadError
 from abyssal.serve import wire
+
+log = logging.getLogger("abyssal")
 
 STOP_SECONDS = 10.0  # an engine that has not ended by then is killed
 
@@ -52,8 +55,7 @@ class EngineClient:
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set_hwm(0)
         socket.bind(address)
-        command = [sys.executable, "-m", "abyssal.serve.engine_process", address, engine]
-        process = await asyncio.to_thread(subprocess.Popen, command, stdin=subprocess.PIPE)
+        process = _spawn(address, engine)
         try:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(config) + b"\n")
@@ -98,9 +100,9 @@ class EngineClient:
         """End the engine process; open requests end with `EngineDeadError`."""
         for task in self._tasks:
             task.cancel()
-        if self.alive:
+        if self._process.poll() is None:
             self._send(wire.Stop())
-            self._die("the server is shutting down")
+        self._die("the server is shutting down")
         try:
             await asyncio.to_thread(self._process.wait, STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -117,15 +119,21 @@ class EngineClient:
             raise EngineDeadError(self.death)
 
     async def _receive(self) -> None:
-        while True:
-            event = wire.decode_event(await self._socket.recv())
-            if isinstance(event, wire.Dead):
-                self._die(event.reason)
-            elif isinstance(event, wire.Progress):
-                self.stats = event.stats
-                for update in event.updates:
-                    if (queue := self._queues.get(update.request_id)) is not None:
-                        queue.put_nowait(update)
+        try:
+            while True:
+                self._take(wire.decode_event(await self._socket.recv()))
+        except Exception as error:  # whatever it is, nobody may wait for ever
+            log.exception("a message of the engine process cannot be used")
+            self._die(f"its messages cannot be used: {error}")
+
+    def _take(self, event: wire.Ready | wire.Progress | wire.Dead) -> None:
+        if isinstance(event, wire.Dead):
+            self._die(event.reason)
+        elif isinstance(event, wire.Progress):
+            self.stats = event.stats
+            for update in event.updates:
+                if (queue := self._queues.get(update.request_id)) is not None:
+                    queue.put_nowait(update)
 
     async def _watch(self) -> None:
         """Notice a process that ends without a word."""
@@ -138,6 +146,12 @@ class EngineClient:
             self.death = reason
             for queue in self._queues.values():
                 queue.put_nowait(None)
+
+
+def _spawn(address: str, engine: str) -> subprocess.Popen[bytes]:
+    """In a session of its own, where Ctrl-C does not reach it: when the engine stops is decided here."""
+    command = [sys.executable, "-m", "abyssal.serve.engine_process", address, engine]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 async def _first_event(socket: zmq.asyncio.Socket, process: subprocess.Popen[bytes]) -> wire.Ready:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -32,8 +31,10 @@ STDIN = 0  # read by number: a thread that waits in sys.stdin would hold its loc
 
 def main(address: str, engine_class: str) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when the engine stops
-    config = msgspec.json.decode(_read_line(STDIN), type=EngineConfig)
+    line = _read_line(STDIN)
+    if not line:
+        return BAD_START  # the parent gave up before it said what to run
+    config = msgspec.json.decode(line, type=EngineConfig)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

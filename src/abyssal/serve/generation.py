@@ -100,7 +100,7 @@ class Job(ABC, Generic[D]):
             async with aclosing(self.server.client.generate(request)) as updates:
                 async for update in updates:
                     arrivals.put_nowait((index, update))
-        except AbyssalError as error:
+        except Exception as error:  # noqa: BLE001  `deltas` raises it: whatever it is, who waits for this output must hear of it
             arrivals.put_nowait((index, error))
 
     def _count(self, index: int, update: RequestUpdate, delta: D) -> None:
