@@ -128,6 +128,22 @@ def test_d07_penalties_and_seeds_survive_preemption(folder):
     assert eng.stats().num_preemptions >= 3
 
 
+@pytest.mark.parametrize("after", [1, 10, 127, 128, 129])
+def test_d03_a_preempted_request_reports_every_token_once(folder, after):
+    params = SamplingParams(temperature=0, max_tokens=140, ignore_eos=True)
+    expected = alone(folder, {"a": (prompt(7, 3), params)})["a"]
+    eng = engine(folder)
+    eng.add(EngineRequest("a", prompt(7, 3), params))
+    updates: list[RequestUpdate] = []
+    while eng.has_unfinished():
+        if len(updates) == after and eng.scheduler.running:
+            eng.scheduler._preempt(eng.scheduler.running[0])
+        updates += eng.step()
+    assert [t for u in updates for t in u.token_ids] == expected
+    assert [u.finish_reason for u in updates if u.finish_reason] == ["length"] and eng.stats().num_preemptions > 0
+    assert_drained(eng)
+
+
 def test_d05_a_preempted_request_is_recomputed_in_chunks_before_it_samples(folder):
     eng = engine(folder)
     eng.add(EngineRequest("a", prompt(3, 0), greedy(300)))
