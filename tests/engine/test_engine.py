@@ -128,9 +128,9 @@ def test_d07_penalties_and_seeds_survive_preemption(folder):
     assert eng.stats().num_preemptions >= 3
 
 
-@pytest.mark.parametrize("after", [1, 10, 127, 128, 129])
+@pytest.mark.parametrize("after", [1, 10, 128])
 def test_d03_a_preempted_request_reports_every_token_once(folder, after):
-    params = SamplingParams(temperature=0, max_tokens=140, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=131, ignore_eos=True)
     expected = alone(folder, {"a": (prompt(7, 3), params)})["a"]
     eng = engine(folder)
     eng.add(EngineRequest("a", prompt(7, 3), params))
