@@ -19,7 +19,7 @@ from abyssal.serve.engine_client import EngineClient
 from tests.serve.scripted import TOKENIZER, app_of
 
 MODEL = "tiny-v4"
-PATIENCE = 30.0  # seconds for what should take a moment: a busy machine is no failure
+PATIENCE = 120.0  # seconds for what should take a moment: a busy machine is no failure
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 

@@ -139,6 +139,13 @@ def test_the_engine_ends_when_its_parent_is_killed() -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("said", [b"", b'{"model": "tin'])
+def test_an_engine_whose_parent_ended_before_it_spoke_ends_quietly(said: bytes) -> None:
+    command = [sys.executable, "-m", "abyssal.serve.engine_process", "ipc:///no/such/socket", "abyssal.engine.engine:Engine"]
+    done = subprocess.run(command, input=said, capture_output=True, check=False, timeout=120)
+    assert done.returncode == 1 and done.stderr == b""
+
+
 def _state(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat") as file:

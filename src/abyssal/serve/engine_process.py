@@ -32,8 +32,8 @@ STDIN = 0  # read by number: a thread that waits in sys.stdin would hold its loc
 def main(address: str, engine_class: str) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     line = _read_line(STDIN)
-    if not line:
-        return BAD_START  # the parent gave up before it said what to run
+    if not line.endswith(b"\n"):
+        return BAD_START  # the parent ended before it said what to run
     config = msgspec.json.decode(line, type=EngineConfig)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     context = zmq.Context()
