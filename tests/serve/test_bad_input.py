@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from abyssal.engine.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
 from abyssal.errors import RequestError
 from abyssal.serve.body import MAX_BODY_BYTES, parse_object
+from abyssal.serve.completions import MAX_OUTPUTS
 from abyssal.serve.schemas import CompletionBody, DetokenizeBody
 from tests.serve.scripted import MAX_MODEL_LEN, MODEL, TOKENIZER, ScriptedClient, app_of, echo, events, http_client, post, says
 
@@ -187,6 +188,13 @@ def test_l09_other_models_are_not_found(path: str, name: str | None) -> None:
     assert repr(MODEL) in refuse(path, {"model": name}, status=404, param="model", code="model_not_found")
 
 
+@pytest.mark.parametrize("name", ["gpt-4", "Scripted", "", "scripted/", "..%2fscripted", "%2e%2e/scripted", "%ff"])
+def test_l09_other_models_have_no_description(name: str) -> None:
+    message = error_of(get(f"/v1/models/{name}"), 404, "model", "model_not_found")
+    assert repr(MODEL) in message
+    assert get(f"/v1/models/{MODEL}").json()["id"] == MODEL
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_l09_a_request_without_a_model(path: str) -> None:
     body = {key: value for key, value in BODIES[path].items() if key != "model"}
@@ -210,6 +218,11 @@ def test_l09_answers_name_the_model(path: str, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_l13_prompts_that_are_none(prompt: Any, stream: bool) -> None:
     refuse(RAW, {"prompt": prompt, "stream": stream}, param="prompt")
+
+
+@pytest.mark.parametrize(("prompts", "n"), [(MAX_OUTPUTS + 1, None), (MAX_OUTPUTS // 128 + 1, 128), (10**6, 1)])
+def test_more_outputs_than_a_request_may_have(prompts: int, n: int | None) -> None:
+    assert str(MAX_OUTPUTS) in refuse(RAW, {"prompt": ["Hi"] * prompts, "n": n}, param="prompt")
 
 
 def test_l13_a_missing_prompt() -> None:
@@ -275,7 +288,7 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "min_tokens": ([0, 5], [-1, MAX_MODEL_LEN, 10**30]),
     "max_tokens": ([1, MAX_MODEL_LEN * 2, 2**31 - 1], [0, -1, 2**31]),
     "max_completion_tokens": ([1, MAX_MODEL_LEN * 2, 2**31 - 1], [0, -1, 2**31]),
-    "n": ([1], [0, -1, 129]),
+    "n": ([1], [0, -1, 129, 10**30]),
 }
 INTEGERS = {"top_k", "seed", "min_tokens", "max_tokens", "max_completion_tokens", "n"}
 

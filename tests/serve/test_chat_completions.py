@@ -111,6 +111,14 @@ def test_log_probabilities_without_alternatives() -> None:
         assert same_streamed(app_of(ScriptedClient(says("Hi"))), **options)[0]["logprobs"] is None
 
 
+def test_a_token_without_text_has_its_log_probability_in_a_stream_too() -> None:
+    """Control tokens amid the content are not shown, but they were chosen."""
+    app = app_of(ScriptedClient(says("Hi<｜▁pad▁｜><｜▁pad▁｜> there")))
+    (choice,) = same_streamed(app, logprobs=True)
+    assert choice["message"]["content"] == "Hi there"
+    assert [position["token"] for position in choice["logprobs"]["content"]].count("<｜▁pad▁｜>") == 2
+
+
 def test_reasoning_reaches_the_official_client() -> None:
     async def main() -> None:
         async with openai_client(app_of(ScriptedClient(says(REASONED)), checkpoint_thinks=True)) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -159,6 +160,19 @@ def test_several_outputs_of_several_prompts() -> None:
     asked = sorted(client.requests[:6], key=lambda request: int(request.request_id.rpartition("-")[2]))
     assert [request.prompt_ids for request in asked] == [prompts[0]] * 3 + [prompts[1]] * 3
     assert [request.params.seed for request in asked] == [7, 8, 9] * 2 and all(r.params.n == 1 for r in asked)
+
+
+def test_each_output_echoes_its_own_prompt() -> None:
+    choices = same_streamed(app_of(ScriptedClient(says("!"))), prompt=["Hi", "Ho there"], n=2, echo=True, logprobs=1)
+    assert [choice["text"] for choice in choices] == ["Hi!", "Hi!", "Ho there!", "Ho there!"]
+
+
+def test_an_output_that_a_stop_string_ends_is_dropped_while_others_run() -> None:
+    client = ScriptedClient(lambda request: itertools.repeat(request.prompt_ids[-1]))
+    stop = TOKENIZER.decode([20])
+    choices = whole(app_of(client), prompt=[[20], [21]], stop=stop, max_tokens=1000)["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["stop", "length"]
+    assert len(client.aborted) == 1 and 1000 < client.counts["tokens"] < 1100
 
 
 def test_l19_without_a_seed_the_engine_chooses_one() -> None:

@@ -18,6 +18,8 @@ from abyssal.serve.generation import Job, answer
 from abyssal.serve.schemas import CompletionBody
 from abyssal.tokenizer import Tokenizer
 
+MAX_OUTPUTS = 4096  # of one HTTP request; n alone would allow n times as many as a body holds prompts
+
 
 async def create_completion(request: Request) -> Response:
     server = server_of(request)
@@ -25,7 +27,8 @@ async def create_completion(request: Request) -> Response:
         record = stack.enter_context(server.metrics.request("completions"))
         body = await read_body(request, CompletionBody)
         server.require_model(body.model)
-        job = CompletionJob(server, body, await _prompts(server, body), _params(server, body))
+        params = _params(server, body)
+        job = CompletionJob(server, body, await _prompts(server, body), params)
         return await answer(job, request, bool(body.stream), record, stack)
 
 
@@ -102,6 +105,9 @@ async def _prompts(server: Server, body: CompletionBody) -> list[Prompt]:
         raise RequestError("prompt must be a non-empty text, a list of token ids, or a list of either", param="prompt")
     if any(type(entry) is not type(raw[0]) for entry in raw):
         raise RequestError("prompt mixes text and token ids; send them in requests of their own", param="prompt")
+    if (outputs := len(raw) * (body.n or 1)) > MAX_OUTPUTS:
+        message = f"{len(raw)} prompts with n={body.n or 1} are {outputs} outputs; a request may have {MAX_OUTPUTS}, send several"
+        raise RequestError(message, param="prompt")
     if not all(raw):
         raise RequestError(f"prompt {raw.index(type(raw[0])())} is empty; give at least one token", param="prompt")
     return [await _prompt(server, entry, add_bos) for entry in raw]
