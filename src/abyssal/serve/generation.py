@@ -43,7 +43,7 @@ class Job(ABC, Generic[D]):
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         each = [(ids, params.for_output(i)) for ids in prompts for i in range(params.n)]
         self.requests = [EngineRequest(f"{self.id}-{i}", ids, own) for i, (ids, own) in enumerate(each)]
-        for request in self.requests:
+        for request in self.requests[:: self.n]:  # the outputs of one prompt differ in their seeds only
             check_request(request, server.client.info.limits)
         self.prompt_tokens = sum(map(len, prompts))
         self.completion_tokens = 0
