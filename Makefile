@@ -9,7 +9,7 @@ serve: .venv/.installed  ## ARGS="MODEL --port 9000" goes to `abyssal serve`
 	$(BIN)/abyssal serve $(ARGS)
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -q -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not long" -n auto --dist loadscope $(ARGS)
 
 test-long: .venv/.installed-dev
 	$(BIN)/python -m pytest -q -m long $(ARGS)
