@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from abyssal.config import from_sources
 from abyssal.engine.engine import Engine
 from abyssal.engine.output import CompletionOutput, OutputDelta, OutputProcessor, RequestOutput
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
-from abyssal.errors import ConfigError, RequestError
+from abyssal.errors import ConfigError, EngineDeadError, RequestError
 from abyssal.serve.chat import encode_chat, load_chat_settings
 from abyssal.serve.reasoning import ChatProcessor
 from abyssal.tokenizer import Tokenizer
@@ -36,11 +37,12 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "tiny", **options: Any) -> None:
-        self.engine = Engine(from_sources({"model": str(model), **options}, os.environ))
+        self._engine: Engine | None = Engine(from_sources({"model": str(model), **options}, os.environ))
         info = self.engine.info
         self.tokenizer = Tokenizer.load(Path(info.model_folder), info.model_vocab_size)
         self._chat_settings = load_chat_settings(Path(info.model_folder))
         self._ids = itertools.count()
+        self._owners: dict[str, tuple[_Job, int]] = {}  # of every request in the engine: its job, and which output of it
 
     def __enter__(self) -> Self:
         return self
@@ -49,10 +51,21 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Release weights and caches. The object cannot be used afterwards."""
-        del self.engine
+        """Release weights and caches. The object cannot be used afterwards, save to close it again."""
+        self._engine = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine in this process.
+
+        Raises:
+            EngineDeadError: the object is closed.
+        """
+        if self._engine is None:
+            raise EngineDeadError("this LLM is closed; make another one")
+        return self._engine
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -149,26 +162,45 @@ class LLM:
         return _Job(f"llm-{next(self._ids)}", None, ids, params, [ChatProcessor(tokenizer, params, ids) for _ in range(params.n)])
 
     def _run(self, jobs: list[_Job]) -> Iterator[OutputDelta]:
-        """Step until every job is done; whatever ends the loop, nothing of the jobs stays in the engine."""
+        """Step until every job is done; whatever ends the loop, nothing of the jobs stays in the engine.
+
+        Several of these loops may be under way, a stream that is read now and then beside others: a step computes for all of
+        them, and each takes what is its own.
+        """
+        engine = self.engine
         owners = {request.request_id: (job, index) for job in jobs for index, request in enumerate(job.requests)}
+        self._owners |= owners
         try:
             for job in jobs:
                 for request in job.requests:
-                    self.engine.add(request)
-            while not all(job.output.finished for job in jobs):
-                for update in self.engine.step():
-                    job, index = owners[update.request_id]
-                    delta = job.push(index, update)
-                    if delta.finish_reason is not None and update.finish_reason is None:
-                        self.engine.abort(update.request_id)  # a stop string ended it
-                    yield delta
+                    engine.add(request)
+            while True:
+                for job in jobs:
+                    while job.arrived:
+                        yield job.arrived.popleft()
+                if all(job.output.finished for job in jobs):
+                    return
+                self._step()
         finally:
             for request_id in owners:
-                self.engine.abort(request_id)
+                del self._owners[request_id]
+                engine.abort(request_id)
+
+    def _step(self) -> None:
+        """Compute one step and hand its updates to the jobs."""
+        for update in self.engine.step():
+            job, index = self._owners[update.request_id]
+            delta = job.push(index, update)
+            if delta.finish_reason is not None and update.finish_reason is None:
+                self.engine.abort(update.request_id)  # a stop string ended it
 
 
 class _Job:
-    """One prompt and its n outputs, each of them a request to the engine."""
+    """One prompt and its n outputs, each of them a request to the engine.
+
+    Attributes:
+        arrived: what the outputs gained and nobody has taken yet.
+    """
 
     def __init__(
         self,
@@ -180,10 +212,13 @@ class _Job:
     ) -> None:
         self.requests = [EngineRequest(f"{request_id}-{i}", prompt_ids, params.for_output(i)) for i in range(params.n)]
         self.output = RequestOutput(request_id, prompt, prompt_ids, [CompletionOutput(i) for i in range(params.n)])
+        self.arrived: deque[OutputDelta] = deque()
         self._processors = processors
 
     def push(self, index: int, update: RequestUpdate) -> OutputDelta:
+        """Take one update of output `index`; what it adds."""
         delta = self._processors[index].push(update)
+        self.arrived.append(delta)
         self.output.outputs[index].add(delta)
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, update.num_cached_tokens)
         if update.prompt_logprobs is not None:
@@ -196,10 +231,19 @@ def _even_chunks(total: int, most: int) -> list[int]:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several -> several. A list of integers is one prompt of token ids."""
+    """One prompt or several -> several. A list of integers is one prompt of token ids.
+
+    Raises:
+        RequestError: some entries are prompts and others are not.
+    """
     if isinstance(prompts, str):
         return [prompts]
     ids = [p for p in prompts if isinstance(p, int)]
     if ids and len(ids) == len(prompts):
         return [ids]
-    return [p for p in prompts if not isinstance(p, int)]
+    many = [p for p in prompts if isinstance(p, str | list | tuple)]
+    if len(many) < len(prompts):
+        raise RequestError(
+            "prompts must be texts and lists of token ids, or one list of token ids; not a mixture", param="prompt"
+        )
+    return many

@@ -276,6 +276,17 @@ def test_an_explicit_length_that_does_not_fit_is_refused_and_the_default_is_what
     assert_drained(eng)
 
 
+@pytest.mark.parametrize("budget", [1, 48, 150, 300])
+@pytest.mark.parametrize("prompt_tokens", [1, 500, 511])
+def test_one_sequence_fills_the_cache_to_its_last_token(folder, budget, prompt_tokens):
+    eng = engine(folder, max_num_seqs=1, max_num_batched_tokens=budget, max_model_len=512)
+    assert eng.info.capacity_tokens == 512
+    eng.add(EngineRequest("r", prompt(prompt_tokens, 1), SamplingParams(temperature=0, ignore_eos=True)))
+    assert len(drain(eng)["r"]) == 512 - prompt_tokens
+    assert eng.stats().num_preemptions == 0
+    assert_drained(eng)
+
+
 def test_prompt_logprobs_do_not_depend_on_the_cut(folder):
     ids = prompt(250, 4)
     rows = []

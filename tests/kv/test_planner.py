@@ -13,16 +13,18 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("ratios", [[0, 4, 128], [0], [128, 4]])
-@pytest.mark.parametrize("budget", [1 << 20, 5 << 20, 40 << 20])
-def test_the_promised_capacity_fits_in_steps_of_the_promised_size(ratios, budget):
+@pytest.mark.parametrize("budget", [5 << 20, 40 << 20])
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+@pytest.mark.parametrize("step", [1, 7, 128, 150, 300, 700])  # some leave a gap in the states between what they read and store
+def test_the_promised_capacity_fits_in_steps_of_the_promised_size(ratios, budget, max_num_seqs, step):
     plan = plan_caches(small_config(ratios), "fp32", "fp32", "index_fp32")
-    sizes = divide_budget(plan, budget, max_num_seqs=4, step_tokens=128, max_model_len=1 << 20)
+    sizes = divide_budget(plan, budget, max_num_seqs, step, max_model_len=4096)
     assert sizes.total_bytes <= budget
     cache = KVCache(plan, sizes.num_pages, CPU)
     seq = cache.new_sequence()
-    end = min(sizes.capacity_tokens or 3000, 20_000)
-    for start in range(0, end, 128):
-        stop = min(start + 128, end)
+    end = sizes.capacity_tokens or 3000
+    for start in range(0, end, step):
+        stop = min(start + step, end)
         assert cache.allocate(seq, start, stop), (start, sizes)
         cache.release_unneeded(seq, stop)
 
@@ -37,6 +39,12 @@ def test_windows_of_all_sequences_fit_at_once():
         for start in range(0, 200, 50):
             assert cache.allocate(seq, start, start + 50)
             cache.release_unneeded(seq, start + 50)
+
+
+def test_any_number_of_sequences_is_divided_at_once():
+    plan = plan_caches(small_config([0, 4, 128]), "fp32", "fp32", "index_fp32")
+    many, few = (divide_budget(plan, 5 << 20, count, 64, 4096) for count in (10**18, 1000))
+    assert many.num_sequences == few.num_sequences < 1000
 
 
 def test_no_more_blocks_than_can_be_used():

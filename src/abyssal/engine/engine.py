@@ -130,8 +130,10 @@ class Engine:
         """Logits fp32 [len(rows), V] on the CPU of ascending positions `rows`, the prefill cut into `chunk_sizes`.
 
         Raises:
-            RequestError: a token id is unknown, or the caches have no room beside the requests that run.
+            RequestError: there is no token, an id is unknown, or the caches have no room beside the requests that run.
         """
+        if not token_ids:
+            raise RequestError("token_ids is empty; give at least one token", param="token_ids")
         check_ids("token_ids", token_ids, self.info.vocab_size)
         cache, start, parts = self.cache.new_sequence(), 0, []
         try:

@@ -31,8 +31,10 @@ class Runner:
         self.device = torch.device(config.device)
         dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
+        plan = plan_caches(
+            model_config, *config.record_layouts
+        )  # before the weights: a layout that does not fit is cheap to find
         self.model = Model(load_weights(folder, model_config, self.device, dtype, progress=True), model_config, dtype)
-        plan = plan_caches(model_config, *config.record_layouts)
         longest = config.max_model_len or model_config.max_position
         self.sizes = divide_budget(plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
         self.max_model_len = self._max_model_len(self.sizes)

@@ -50,11 +50,16 @@ def window_blocks(spec: CacheSpec) -> int:
 
 
 def step_pages(plan: CachePlan, step_tokens: int) -> dict[Bucket, int]:
-    """Extra pages while a step computes `step_tokens`: kinds that are not tail-only store all of them."""
+    """Extra pages while a step computes `step_tokens`, beside those of the tokens before, which it reads.
+
+    A tail-only kind stores the last `window` + ROLL_BACK of them; these may begin in the middle of a block of their own.
+    """
     pages = dict.fromkeys(plan.page_bytes, 0)
     for spec in plan.specs.values():
-        if spec.window is not None and not spec.tail_only:
-            pages[spec.bucket] += len(spec.layers) * -(-step_tokens // spec.entries_per_page)
+        if spec.window is not None:
+            tail = spec.window + ROLL_BACK + spec.entries_per_page
+            stored = min(step_tokens, tail) if spec.tail_only else step_tokens
+            pages[spec.bucket] += len(spec.layers) * -(-stored // spec.entries_per_page)
     return pages
 
 
@@ -73,9 +78,7 @@ def divide_budget(plan: CachePlan, budget: int, max_num_seqs: int, step_tokens: 
         return sum(plan.page_bytes[bucket] * count for bucket, count in pages.items())
 
     step, per_sequence, per_block = step_pages(plan, step_tokens), sequence_pages(plan), block_pages(plan)
-    sequences = max_num_seqs
-    while sequences > 1 and size(step) + sequences * size(per_sequence) > budget // 2:
-        sequences -= 1
+    sequences = max(1, min(max_num_seqs, (budget // 2 - size(step)) // size(per_sequence)))
     left = budget - size(step) - sequences * size(per_sequence)
     block_bytes = size(per_block)
     if left < block_bytes:

@@ -1,0 +1,112 @@
+"""The Python API: prompts in any form, several runs at a time, misuse, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abyssal import LLM, SamplingParams
+from abyssal.errors import EngineDeadError, RequestError
+from tests.checkpoint.build import random_v4_checkpoint
+from tests.support.small_model import config_dict
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [8, 9], [10]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("small")
+    random_v4_checkpoint(path, config_dict([0, 4, 128, 4]), seed=3, quantised=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[LLM]:
+    with make(folder) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    yield shared
+    stats = shared.engine.stats()
+    assert stats.pages_free == stats.pages_total
+    assert not shared.engine.has_unfinished()
+
+
+def make(folder: Path) -> LLM:
+    return LLM(folder, device="cpu", kv_cache_bytes=8 << 20, max_num_batched_tokens=64, max_model_len=512)
+
+
+def tokens(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[list[int]]:
+    return [request.outputs[0].token_ids for request in llm.generate(prompts, params)]
+
+
+def test_forms_of_prompts(llm):
+    each = [tokens(llm, ids)[0] for ids in PROMPTS]
+    assert tokens(llm, PROMPTS) == tokens(llm, tuple(map(tuple, PROMPTS))) == each
+    assert llm.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    "bad", [[5, [6, 7]], [[6, 7], 5], [None], [1.5], [[5], None], ["a", 5], [True, [5]], [[]], [[5], [10**6]]]
+)
+def test_prompts_that_are_none_are_refused_and_none_is_dropped(llm, bad):
+    with pytest.raises(RequestError):
+        llm.generate(bad, GREEDY)
+
+
+def test_streams_read_in_turns_give_the_tokens_of_each_alone(llm):
+    alone = tokens(llm, PROMPTS)
+    streams = [llm.stream(ids, GREEDY) for ids in PROMPTS]
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    for turn in range(2):
+        for stream, ids in zip(streams, found, strict=True):
+            ids += next(stream).token_ids
+        assert tokens(llm, PROMPTS[turn]) == [alone[turn]]  # a run in the midst of others
+    for stream, ids in zip(streams, found, strict=True):
+        for delta in stream:
+            ids += delta.token_ids
+    assert found == alone
+
+
+def test_a_stream_that_is_left_takes_nothing_from_others(llm):
+    alone = tokens(llm, PROMPTS[1])[0]
+    left, kept = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
+    next(left)
+    first = next(kept).token_ids
+    left.close()
+    assert first + [token for delta in kept for token in delta.token_ids] == alone
+
+
+def test_an_error_amid_a_run_drops_it_alone(llm, monkeypatch):
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    found = list(next(stream).token_ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(PROMPTS, GREEDY)
+    for delta in stream:
+        found += delta.token_ids
+    assert [found] == tokens(llm, PROMPTS[0])
+
+
+def test_logits_of_no_token(llm):
+    with pytest.raises(RequestError, match="empty"):
+        llm.logits([])
+
+
+def test_closing_twice_is_allowed_and_use_after_it_says_so(folder):
+    with make(folder) as llm:
+        stream = llm.stream(PROMPTS[0], GREEDY)
+        next(stream)
+        llm.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            next(stream)
+    for use in (lambda: llm.generate(PROMPTS, GREEDY), lambda: llm.logits([5])):
+        with pytest.raises(EngineDeadError, match="closed"):
+            use()
