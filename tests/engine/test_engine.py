@@ -135,9 +135,10 @@ def test_d03_a_preempted_request_reports_every_token_once(folder, after):
     eng = engine(folder)
     eng.add(EngineRequest("a", prompt(7, 3), params))
     updates: list[RequestUpdate] = []
+    while len(updates) < after:
+        updates += eng.step()
+    eng.scheduler._preempt(eng.scheduler.running[0])
     while eng.has_unfinished():
-        if len(updates) == after and eng.scheduler.running:
-            eng.scheduler._preempt(eng.scheduler.running[0])
         updates += eng.step()
     assert [t for u in updates for t in u.token_ids] == expected
     assert [u.finish_reason for u in updates if u.finish_reason] == ["length"] and eng.stats().num_preemptions > 0
