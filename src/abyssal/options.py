@@ -177,8 +177,9 @@ def check_environment(env: Mapping[str, str], classes: Iterable[type]) -> None:
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+    shown = {other.removeprefix(ENV_PREFIX): other for other in sorted(known)}  # what all share says nothing
+    close = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), shown, n=1)
+    return f"; did you mean {shown[close[0]]!r}?" if close else f"; known: {', '.join(sorted(known))}"
 
 
 def _parse_bytes(text: str) -> int | None:

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from abyssal.errors import ConfigError
 from abyssal.kv.pool import NO_PAGE, KVCache, PagePool
 from abyssal.kv.specs import plan_caches
 from tests.support.small_model import small_config
@@ -22,6 +23,11 @@ def held_pages(cache: KVCache, sequences) -> dict[str, list[int]]:
         for name, table in seq.tables.items():
             held[cache.specs[name].bucket] += [p for p in table.pages.ravel().tolist() if p != NO_PAGE]
     return held
+
+
+def test_a_cache_larger_than_the_machine_is_one_clear_error():
+    with pytest.raises(ConfigError, match=r"1048576\.0 GiB .* lower kv_cache_bytes"):
+        PagePool(2**20, 2**30 - 1, CPU)
 
 
 def test_taking_too_many_is_an_error_and_takes_nothing():

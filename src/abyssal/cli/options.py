@@ -21,7 +21,7 @@ _SAMPLING = {
     "top_p": (float, "keep the most likely tokens that hold this probability together"),
     "top_k": (int, "keep this many of the most likely tokens; 0 = all"),
     "min_p": (float, "drop tokens below this part of the most likely one's probability"),
-    "max_tokens": (int, "end after this many tokens"),
+    "max_tokens": (int, "end after this many tokens; default: 256 in generate, in chat the room left"),
     "stop": (str, "end before this text; may be repeated"),
 }
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from abyssal.errors import ConfigError
 from abyssal.kv import codec
 from abyssal.kv.specs import Bucket, CachePlan, CacheSpec
 
@@ -20,7 +21,13 @@ class PagePool:
     def __init__(self, page_bytes: int, num_pages: int, device: torch.device) -> None:
         self.page_bytes = page_bytes
         self.num_pages = num_pages
-        self.data = torch.empty(num_pages + 1, page_bytes, dtype=torch.uint8, device=device)
+        try:
+            self.data = torch.empty(num_pages + 1, page_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # on a GPU its subclass OutOfMemoryError
+            size = (num_pages + 1) * page_bytes
+            raise ConfigError(
+                f"the KV cache needs {size / 2**30:.1f} GiB at once, which {device} does not have; lower kv_cache_bytes"
+            ) from error
         self.data[NO_PAGE].zero_()
         self._free = list(range(num_pages, 0, -1))
 

@@ -29,7 +29,7 @@ async def read_body(request: Request, schema: type[B]) -> B:
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        message = f"content type {reprlib.repr(media_type)} is not supported; send application/json"
+        message = f"content type {media_type[:80]!r} is not supported; send the header 'Content-Type: application/json'"
         raise HttpError(415, message, "invalid_request_error", code="unsupported_media_type")
     raw = parse_object(await _receive_all(request))
     schema.drop_unsupported(raw)
@@ -94,7 +94,7 @@ def _request_error(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False)[0]
     param = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return RequestError(f"unknown field {reprlib.repr(param)}; see the list of routes for what is supported", param=param)
+        return RequestError(f"unknown field {reprlib.repr(param)}; leave it out", param=param)
     if first["type"] == "missing":
         return RequestError(f"{param} is missing", param=param)
     what = first["msg"].replace("Input should be", "must be").replace("Extra inputs are", "must be")

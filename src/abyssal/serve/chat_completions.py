@@ -147,5 +147,6 @@ def _params(server: Server, body: ChatBody) -> SamplingParams:
     try:
         return body.sampling_params(server.client.info.sampling_defaults, logprobs=logprobs)
     except RequestError as error:
-        error.param = "top_logprobs" if error.param == "logprobs" else error.param  # the number has another name here
+        if error.param == "logprobs":  # the number has another name here
+            raise RequestError(f"top_{error}", param="top_logprobs") from error
         raise
