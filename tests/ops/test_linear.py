@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from abyssal.ops import linear as ops
-from abyssal.ops.linear import LinearWeight, concat_rows, dequantize, linear, linear_grouped, quantize_e4m3_tiles
+from abyssal.ops.linear import LinearWeight, dequantize, linear, linear_grouped, quantize_e4m3_tiles
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -227,29 +227,3 @@ def test_grouped_linear_uses_each_groups_own_rows():
         want = x[:, group].double() @ rows[group * 5 : group * 5 + 5].T
         torch.testing.assert_close(got[:, group].double(), want, rtol=1e-5, atol=1e-5)
     assert linear_grouped(x[:0], weight).shape == (0, 3, 5)
-
-
-@pytest.mark.parametrize("rows", [(128, 64), (64, 128), (200, 56), (1, 3)])
-@pytest.mark.parametrize("form", ["plain", "fp8", "fp4"])
-def test_joined_weights_are_both_above_each_other(rows, form):
-    torch.manual_seed(0)
-
-    def weight(n: int) -> LinearWeight:
-        if form == "plain":
-            return LinearWeight(torch.randn(n, 256), None, "plain", None, 128)
-        if form == "fp8":
-            scale = torch.randint(120, 130, (-(-n // 128), 2), dtype=torch.uint8)
-            return LinearWeight(torch.randn(n, 256).to(torch.float8_e4m3fn), scale, "fp8", (128, 128), 128)
-        scale = torch.randint(120, 130, (n, 8), dtype=torch.uint8)
-        return LinearWeight(torch.randint(0, 256, (n, 128), dtype=torch.uint8), scale, "fp4", (1, 32), 128)
-
-    first, second = weight(rows[0]), weight(rows[1])
-    joined = concat_rows(first, second)
-    expected = torch.cat([dequantize(first, torch.float32), dequantize(second, torch.float32)])
-    assert torch.equal(dequantize(joined, torch.float32), expected) and joined.quantize_input == 128
-
-
-def test_weights_of_different_formats_are_not_joined():
-    plain = LinearWeight(torch.randn(4, 8), None, "plain", None, None)
-    with pytest.raises(AssertionError, match="cannot join"):
-        concat_rows(plain, LinearWeight(torch.randn(4, 8), None, "plain", None, 128))

@@ -11,7 +11,7 @@ from abyssal.kv.pool import KVCache
 from abyssal.model.compressor import Compressor
 from abyssal.model.indexer import Indexer
 from abyssal.model.weights import Weights
-from abyssal.ops.linear import concat_rows, linear, linear_grouped
+from abyssal.ops.linear import linear, linear_grouped
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.output_quant import output_quant
 from abyssal.ops.qkv_insert import qkv_insert
@@ -22,8 +22,8 @@ class Attention:
     def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         plan = config.layers[layer]
         self.plan, self.config, self.dtype = plan, config, dtype
-        self.wq_a_kv = concat_rows(weights.linear("wq_a"), weights.linear("wkv"))
-        self.wq_b = weights.linear("wq_b")
+        self.wq_a, self.wq_b = weights.linear("wq_a"), weights.linear("wq_b")
+        self.wkv = weights.linear("wkv")
         self.wo_a, self.wo_b = weights.linear("wo_a"), weights.linear("wo_b")
         self.q_norm, self.kv_norm = weights.tensor("q_norm.weight"), weights.tensor("kv_norm.weight")
         self.sink = weights.tensor("attn_sink")
@@ -37,10 +37,9 @@ class Attention:
         """x [T, D], normalised -> [T, D]."""
         config, plan = self.config, self.plan
         rope, window = batch.rope[plan.rope], cache.views["window"]
-        q_latent, kv = linear(x, self.wq_a_kv).split([config.q_lora_rank, config.head_dim], dim=-1)
-        q_latent = rms_norm(q_latent, self.q_norm, config.rms_eps)  # [T, q_lora]
+        q_latent = rms_norm(linear(x, self.wq_a), self.q_norm, config.rms_eps)  # [T, q_lora]
         q = linear(q_latent, self.wq_b).view(-1, config.num_heads, config.head_dim)  # [T, H, d]
-        kv = rms_norm(kv, self.kv_norm, config.rms_eps)  # [T, d]
+        kv = rms_norm(linear(x, self.wkv), self.kv_norm, config.rms_eps)  # [T, d]
         q = qkv_insert(q, kv, rope, window, plan.layer, batch.stores["window"], config.rms_eps)
         if self.compressor is not None:
             self.compressor(x, batch, cache)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from abyssal.config import ModelConfig
 from abyssal.model.weights import Weights
-from abyssal.ops.linear import concat_rows
-from abyssal.ops.moe import expert, moe, route
+from abyssal.ops.linear import linear
+from abyssal.ops.moe import moe, route, swiglu
 
 
 class MoE:
@@ -20,8 +20,7 @@ class MoE:
         self.bias = None if hashed else weights.tensor("gate.bias")
         self.w13, self.w2 = weights.linear("experts.w13"), weights.linear("experts.w2")
         shared = weights.below("shared_experts")
-        self.shared_w13 = concat_rows(shared.linear("w1"), shared.linear("w3"))
-        self.shared_w2 = shared.linear("w2")
+        self.shared_w1, self.shared_w2, self.shared_w3 = (shared.linear(name) for name in ("w1", "w2", "w3"))
 
     def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """x [T, D], normalised; token_ids [T] -> [T, D]."""
@@ -31,4 +30,5 @@ class MoE:
             x, self.gate, self.bias, ids, config.num_experts_per_token, config.routed_scaling_factor, config.gate_temperature
         )
         routed = moe(x, experts, weights, self.w13, self.w2, config.swiglu_limit)  # fp32
-        return (routed + expert(x, None, self.shared_w13, self.shared_w2, config.swiglu_limit)).to(self.dtype)
+        shared = swiglu(linear(x, self.shared_w1), linear(x, self.shared_w3), None, config.swiglu_limit, self.dtype)
+        return (routed + linear(shared, self.shared_w2)).to(self.dtype)

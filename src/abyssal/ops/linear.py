@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,28 +37,6 @@ class LinearWeight:
         """Matrix `index` of stacked experts, as a view."""
         scale = None if self.scale is None else self.scale[index]
         return LinearWeight(self.data[index], scale, self.format, self.block, self.quantize_input)
-
-
-def concat_rows(first: LinearWeight, second: LinearWeight) -> LinearWeight:
-    """[N1, K] above [N2, K], so that one product serves both; the input is then quantised once.
-
-    FP8 scale blocks that straddle the seam become smaller ones, with repeated scales: the values stay the same.
-    """
-    same = (first.format, first.block, first.quantize_input) == (second.format, second.block, second.quantize_input)
-    assert same and first.shape[1] == second.shape[1], (
-        f"cannot join {first.format} {first.shape} and {second.format} {second.shape}"
-    )
-    stored = torch.uint8 if first.format == "fp8" else first.data.dtype  # float8 bytes are joined as bytes
-    data = torch.cat([first.data.view(stored), second.data.view(stored)]).view(first.data.dtype)
-    if first.scale is None or second.scale is None or first.block is None:
-        return LinearWeight(data, None, first.format, None, first.quantize_input)
-    height = math.gcd(first.block[0], first.shape[0])
-    scales = [
-        weight.scale.repeat_interleave(first.block[0] // height, 0)[: -(-weight.shape[0] // height)]
-        for weight in (first, second)
-        if weight.scale is not None
-    ]
-    return LinearWeight(data, torch.cat(scales), first.format, (height, first.block[1]), first.quantize_input)
 
 
 def ceil_log2(v: Tensor) -> Tensor:
@@ -124,7 +101,8 @@ def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
     a weight with `quantize_input` is first rounded to e4m3, as the FP8 and FP4 products of V4 spec 3.3 do; fp32 is plain
     mathematics.
     """
-    assert x.shape[-1] == weight.shape[-1], f"input has {x.shape[-1]} columns, the weight {weight.shape[-1]}"
+    columns = weight.shape[-1]
+    assert x.shape[-1] == columns, f"input has {x.shape[-1]} columns, the weight {columns}"
     if x.dtype == torch.bfloat16 and weight.quantize_input is not None:
         x = quantize_e4m3_tiles(x, weight.quantize_input)
     out = F.linear(x, dequantize(weight, x.dtype))

@@ -53,14 +53,13 @@ def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: Line
     for index, count in enumerate(counts):
         if count:
             part = slice(start, start + count)
-            sorted_out[part] = expert(xs[part], ws[part], w13.expert(index), w2.expert(index), limit)
+            sorted_out[part] = _expert(xs[part], ws[part], w13.expert(index), w2.expert(index), limit)
             start += count
     out = torch.empty_like(sorted_out)
     out[order] = sorted_out
     return out.view(tokens, k, -1).sum(1, dtype=torch.float32)
 
 
-def expert(x: Tensor, weight: Tensor | None, w13: LinearWeight, w2: LinearWeight, limit: float) -> Tensor:
-    """One expert: x [n, D], weight fp32 [n, 1] or None, w13 [2 I, D], w2 [D, I] -> [n, D] in x's dtype."""
+def _expert(x: Tensor, weight: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float) -> Tensor:
     gate, up = linear(x, w13).chunk(2, dim=-1)
     return linear(swiglu(gate, up, weight, limit, x.dtype), w2)
