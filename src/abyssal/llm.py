@@ -38,9 +38,8 @@ class LLM:
 
     def __init__(self, model: str | Path = "tiny", **options: Any) -> None:
         self._engine: Engine | None = Engine(from_sources({"model": str(model), **options}, os.environ))
-        info = self.engine.info
-        self.tokenizer = Tokenizer.load(Path(info.model_folder), info.model_vocab_size)
-        self._chat_settings = load_chat_settings(Path(info.model_folder))
+        self.tokenizer = self.engine.tokenizer
+        self._chat_settings = load_chat_settings(Path(self.engine.info.model_folder))
         self._ids = itertools.count()
         self._owners: dict[str, tuple[_Job, int]] = {}  # of every request in the engine: its job, and which output of it
 
@@ -139,7 +138,8 @@ class LLM:
             raise RequestError(f"position {bad[0]} is outside the {len(ids)} tokens", param="positions")
         rows = sorted(set(wanted))
         logits = engine.score(ids, sizes, rows)
-        return logits[[rows.index(p) for p in wanted]] if wanted != rows else logits
+        row = {position: i for i, position in enumerate(rows)}
+        return logits[[row[p] for p in wanted]] if wanted != rows else logits
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

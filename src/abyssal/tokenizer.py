@@ -35,6 +35,11 @@ ASSISTANT = SpecialToken("<｜Assistant｜>")
 LATEST_REMINDER = SpecialToken("<｜latest_reminder｜>")
 
 
+def with_bos(ids: list[int], bos: int | None) -> list[int]:
+    """`ids` with BOS in front exactly once; as they are where there is no BOS."""
+    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
 class Tokenizer:
     """One checkpoint's tokenizer. Nothing in it changes after loading, so any number of threads may use it.
 
@@ -109,9 +114,7 @@ class Tokenizer:
     def encode_prompt(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of a raw prompt: control tokens written by hand count, and BOS comes first exactly once."""
         ids = self.encode(text, special=True)
-        if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
-            return [self.bos_token_id, *ids]
-        return ids
+        return with_bos(ids, self.bos_token_id) if add_bos else ids
 
     def encode_segments(self, segments: Iterable[str | SpecialToken]) -> list[int]:
         """Token ids of a prompt in which only the given `SpecialToken`s are control tokens.

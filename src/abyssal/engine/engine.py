@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,8 @@ class Engine:
             torch.set_num_threads(self.config.num_threads)
         self.runner = Runner(folder, model_config, self.config)
         self.cache = self.runner.cache
-        tokenizer = Tokenizer.load(folder, model_config.vocab_size)
+        # For callers in this process; here it tells which ids mean something, and which end a text.
+        self.tokenizer = tokenizer = Tokenizer.load(folder, model_config.vocab_size)
         eos = model_config.eos_token_ids
         self.info = EngineInfo(
             model_name=self.config.served_model_name or folder.name,
@@ -135,7 +137,7 @@ class Engine:
         if not token_ids:
             raise RequestError("token_ids is empty; give at least one token", param="token_ids")
         check_ids("token_ids", token_ids, self.info.vocab_size)
-        cache, start, parts = self.cache.new_sequence(), 0, []
+        cache, start, first_row, parts = self.cache.new_sequence(), 0, 0, []
         try:
             for count in chunk_sizes:
                 if not self.cache.allocate(cache, start, start + count):
@@ -143,10 +145,10 @@ class Engine:
                         f"the KV cache has no room for {len(token_ids)} tokens in chunks of {count}; raise kv_cache_bytes or cut smaller",
                         param="token_ids",
                     )
-                wanted = [p - start for p in rows if start <= p < start + count]
+                end_row = bisect_left(rows, start + count)
                 chunk = Chunk(token_ids[start : start + count], start, cache)
-                parts.append(self.runner([chunk], wanted).float().cpu())
-                start += count
+                parts.append(self.runner([chunk], [p - start for p in rows[first_row:end_row]]).float().cpu())
+                start, first_row = start + count, end_row
                 self.cache.release_unneeded(cache, start)
         finally:
             self.cache.free(cache)

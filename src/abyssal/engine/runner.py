@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch
@@ -17,8 +16,6 @@ from abyssal.kv.pool import KVCache
 from abyssal.kv.specs import plan_caches
 from abyssal.model.model import Model
 
-log = logging.getLogger("abyssal")
-
 STEP_WORKSPACE = 4 << 30  # bytes left to a step's activations on a GPU
 
 
@@ -31,9 +28,8 @@ class Runner:
         self.device = torch.device(config.device)
         dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
-        plan = plan_caches(
-            model_config, *config.record_layouts
-        )  # before the weights: a layout that does not fit is cheap to find
+        # Before the weights: a layout that does not fit is cheap to find.
+        plan = plan_caches(model_config, *config.record_layouts)
         self.model = Model(load_weights(folder, model_config, self.device, dtype, progress=True), model_config, dtype)
         longest = config.max_model_len or model_config.max_position
         self.sizes = divide_budget(plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)

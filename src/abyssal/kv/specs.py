@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from abyssal.config import ModelConfig
@@ -52,44 +52,43 @@ def plan_caches(config: ModelConfig, kv_layout: str, compressed_layout: str, ind
     The layouts are names of record layouts, of window KV, compressed KV and index keys.
     """
     window = layouts.get(kv_layout, config.head_dim)
-    draft: list[tuple[str, tuple[int, ...], Layout, int, int | None, Bucket]] = [
-        ("window", tuple(range(config.num_layers)), window, 1, config.sliding_window, "main")
-    ]
+    every_layer = tuple(range(config.num_layers))
+    specs = [CacheSpec("window", every_layer, window, 1, config.sliding_window, False, "main", WINDOW_PAGE_ENTRIES)]
     for ratio in sorted({plan.ratio for plan in config.layers if plan.owns_compressor}):
         owners = tuple(p.layer for p in config.layers if p.owns_compressor and p.ratio == ratio)
         indexed = tuple(layer for layer in owners if config.layers[layer].selection == "topk")
-        overlap = 2 if ratio == 4 else 1
+        entries = BLOCK_TOKENS // ratio
         bucket: Bucket = "small" if ratio == 128 else "main"
         compressed = layouts.get(compressed_layout, config.head_dim)
-        draft.append((f"c{ratio}", owners, compressed, ratio, None, bucket))
-        draft.append(state_kind(f"c{ratio}_state", owners, config.head_dim, ratio, overlap, "main"))
+        specs.append(CacheSpec(f"c{ratio}", owners, compressed, ratio, None, False, bucket, entries))
+        specs.append(_state(f"c{ratio}_state", owners, config.head_dim, ratio, "main"))
         if indexed:
             keys = layouts.get(index_layout, config.index_head_dim)
-            draft.append((f"c{ratio}_index", indexed, keys, ratio, None, "index"))
-            draft.append(state_kind(f"c{ratio}_index_state", indexed, config.index_head_dim, ratio, overlap, "index"))
-    return _size_pages(draft)
+            specs.append(CacheSpec(f"c{ratio}_index", indexed, keys, ratio, None, False, "index", entries))
+            specs.append(_state(f"c{ratio}_index_state", indexed, config.index_head_dim, ratio, "index"))
+    return _size_pages(specs)
 
 
-def state_kind(
-    name: str, layers: tuple[int, ...], dim: int, ratio: int, overlap: int, bucket: Bucket
-) -> tuple[str, tuple[int, ...], Layout, int, int | None, Bucket]:
-    """Compressor state: a row of projections and a row of scores per token, needed for `overlap` groups."""
-    return name, layers, layouts.state_rows(2 * overlap * dim), 1, overlap * ratio, bucket
+def _state(name: str, layers: tuple[int, ...], dim: int, ratio: int, bucket: Bucket) -> CacheSpec:
+    """Compressor state: a row of projections and one of scores per token, for one group, or with overlap (ratio 4) for two."""
+    groups = 2 if ratio == 4 else 1
+    return CacheSpec(name, layers, layouts.state_rows(2 * groups * dim), 1, groups * ratio, True, bucket, WINDOW_PAGE_ENTRIES)
 
 
-def _size_pages(draft: list[tuple[str, tuple[int, ...], Layout, int, int | None, Bucket]]) -> CachePlan:
-    """Whole-context kinds fix a bucket's page size; windows and states fit as many entries into it as a power of two allows."""
+def _size_pages(specs: list[CacheSpec]) -> CachePlan:
+    """Fix page sizes: a bucket's page holds the entries asked for by its KV and key kinds, and at least one row of state.
+
+    Windows and states then get as many entries per page as a power of two allows.
+    """
     sizes: dict[Bucket, int] = {}
-    for name, _, layout, ratio, lifetime, bucket in draft:
-        entries = BLOCK_TOKENS // ratio if lifetime is None else 0
-        if name == "window":
-            entries = WINDOW_PAGE_ENTRIES
-        sizes[bucket] = max(sizes.get(bucket, 0), layout.page_bytes(max(entries, 1)))
-    specs = {}
-    for name, layers, layout, ratio, lifetime, bucket in draft:
-        fit = BLOCK_TOKENS // ratio
-        while lifetime is not None and (fit > WINDOW_PAGE_ENTRIES or layout.page_bytes(fit) > sizes[bucket]):
+    for spec in specs:
+        entries = 1 if spec.tail_only else spec.entries_per_page
+        sizes[spec.bucket] = max(sizes.get(spec.bucket, 0), spec.layout.page_bytes(entries))
+    fitted = {}
+    for spec in specs:
+        fit = spec.entries_per_page
+        while spec.window is not None and spec.layout.page_bytes(fit) > sizes[spec.bucket]:
             fit //= 2
-        specs[name] = CacheSpec(name, layers, layout, ratio, lifetime, name.endswith("_state"), bucket, fit)
-    alignment = max(16, specs["window"].layout.page_align)  # the KV records' own; at least that of a 16-byte access
-    return CachePlan(specs, {bucket: -(-size // alignment) * alignment for bucket, size in sizes.items()})
+        fitted[spec.name] = replace(spec, entries_per_page=fit)
+    alignment = max(16, fitted["window"].layout.page_align)  # the KV records' own; at least that of a 16-byte access
+    return CachePlan(fitted, {bucket: -(-size // alignment) * alignment for bucket, size in sizes.items()})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request, Response
 
-from abyssal.engine.request import FinishReason, RequestUpdate, SamplingParams, TokenLogprobs
+from abyssal.engine.output import CompletionOutput
+from abyssal.engine.request import RequestUpdate, SamplingParams, TokenLogprobs
 from abyssal.errors import RequestError
 from abyssal.serve.body import read_body
 from abyssal.serve.chat import encode_chat, wants_thinking
@@ -48,33 +48,15 @@ async def encode_conversation(server: Server, body: PromptOptions) -> tuple[bool
     return thinking, await asyncio.to_thread(encode_chat, tokenizer, body.messages, thinking)
 
 
-@dataclass(slots=True)
-class ChatAnswer:
-    """One choice as it grows."""
-
-    reasoning: str = ""
-    content: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-
-    def add(self, delta: ChatDelta) -> None:
-        self.reasoning += delta.reasoning
-        self.content += delta.text
-        self.logprobs += delta.logprobs or []
-        if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-
-
 class ChatJob(Job[ChatDelta]):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, server: Server, body: ChatBody, ids: list[int], params: SamplingParams, thinking: bool) -> None:
         super().__init__(server, [ids], params, body.include_usage)
         self._tokenizer = server.require_tokenizer("messages")
-        self._thinking, self._wants_logprobs = thinking, params.logprobs is not None
+        self._thinking = thinking
         self._processors = [ChatProcessor(self._tokenizer, params, ids) for _ in self.requests]
-        self._answers = [ChatAnswer() for _ in self.requests]
+        self._outputs = [CompletionOutput(i) for i in range(len(self.requests))]
         self._begun = [False] * len(self.requests)
         self._reasoning_tokens = 0
 
@@ -83,7 +65,7 @@ class ChatJob(Job[ChatDelta]):
 
     def push(self, index: int, update: RequestUpdate) -> ChatDelta:
         delta = self._processors[index].push(update)
-        self._answers[index].add(delta)
+        self._outputs[index].add(delta)
         self._reasoning_tokens += delta.num_reasoning_tokens
         return delta
 
@@ -100,19 +82,19 @@ class ChatJob(Job[ChatDelta]):
         return choices
 
     def choice(self, index: int) -> dict[str, Any]:
-        answer = self._answers[index]
+        output = self._outputs[index]
         message = {
             "role": "assistant",
-            "content": answer.content,
-            "reasoning_content": answer.reasoning if self._thinking or answer.reasoning else None,
+            "content": output.text,
+            "reasoning_content": output.reasoning if self._thinking or output.reasoning else None,
             "refusal": None,
         }
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(answer.logprobs) if self._wants_logprobs else None,
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
+            "logprobs": None if output.logprobs is None else self._logprobs(output.logprobs),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
         }
 
     def _chunk_choice(self, index: int, delta: ChatDelta, shown: dict[str, str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from abyssal.serve.context import Server, server_of
 from abyssal.serve.echo import Echo, echo_prompt
 from abyssal.serve.generation import Job, answer
 from abyssal.serve.schemas import CompletionBody
-from abyssal.tokenizer import Tokenizer
+from abyssal.tokenizer import Tokenizer, with_bos
 
 MAX_OUTPUTS = 4096  # of one HTTP request; n alone would allow n times as many as a body holds prompts
 
@@ -121,8 +121,8 @@ async def _prompt(server: Server, raw: str | list[int], add_bos: bool) -> Prompt
         bare = raw
         check_ids("prompt", bare, info.vocab_size)
     bos = server.tokenizer.bos_token_id if server.tokenizer else info.bos_token_id
-    added = add_bos and bos is not None and bare[0] != bos
-    return Prompt([bos, *bare] if added and bos is not None else bare, isinstance(raw, str), added)
+    ids = with_bos(bare, bos) if add_bos else bare
+    return Prompt(ids, isinstance(raw, str), added_bos=len(ids) > len(bare))
 
 
 def _echo(tokenizer: Tokenizer | None, prompt: Prompt, params: SamplingParams) -> Echo:
