@@ -1,0 +1,115 @@
+"""Compile every kernel ahead of time, without a GPU, and report registers, shared memory and spills.
+
+`python -m abyssal.ops._aot [OP ...]` prints the table; a spill without a stated reason is an error. Kernels are listed by the
+function `aot_cases` of each op's kernel module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HOPPER, BLACKWELL = 90, 100
+
+
+@dataclass(frozen=True)
+class AotCase:
+    """One kernel with one set of compile-time constants."""
+
+    name: str
+    kernel: Any  # triton.jit or gluon.jit function
+    signature: dict[str, str]  # runtime argument -> Triton type, such as "*bf16", "*u8", "i32", "fp32"
+    constants: dict[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 2
+    aligned: tuple[str, ...] = ()  # arguments that are multiples of 16, as Triton finds out at launch
+    archs: tuple[int, ...] = (HOPPER, BLACKWELL)
+    spill_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class AotReport:
+    name: str
+    arch: int
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+    spill_reason: str | None
+
+
+def compile_case(case: AotCase, arch: int) -> AotReport:
+    """Compile one kernel for `arch` (90 or 100) and read its resources from the binary."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    names = case.kernel.arg_names
+    missing = [n for n in names if n not in case.signature and n not in case.constants]
+    assert not missing, f"{case.name}: no type and no value for {missing}"
+    signature = {n: "constexpr" if n in case.constants else case.signature[n] for n in names}
+    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in case.aligned}
+    source = _source_class(case.kernel)(fn=case.kernel, signature=signature, constexprs=case.constants, attrs=attrs)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers, stack, local = _resources(compiled.asm["cubin"])
+    return AotReport(case.name, arch, registers, compiled.metadata.shared, stack + local, case.spill_reason)
+
+
+def _source_class(kernel: Any) -> Callable[..., Any]:
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+    return GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+
+
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers per thread, and bytes of stack and local memory per thread, which only spills and indexed arrays need."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert found is not None, f"cuobjdump printed no resources: {text}"
+    registers, stack, local = map(int, found.groups())
+    return registers, stack, local
+
+
+def all_cases(ops: list[str] | None = None) -> Iterator[AotCase]:
+    """Cases of every kernel module below `abyssal.ops`, or of the ops named."""
+    import abyssal.ops as package
+
+    for module in pkgutil.walk_packages(package.__path__, "abyssal.ops."):
+        if Path(module.name).suffix == ".__main__" or (ops and module.name.split(".")[2] not in ops):
+            continue
+        cases = getattr(importlib.import_module(module.name), "aot_cases", None)
+        if cases is not None:
+            yield from cases()
+
+
+def main(ops: list[str]) -> int:
+    bad = 0
+    print(f"{'kernel':56} {'sm':>4} {'registers':>9} {'shared':>8} {'spill':>6}")
+    for case in all_cases(ops):
+        for arch in case.archs:
+            report = compile_case(case, arch)
+            note = "" if not report.spill_bytes else f"  {report.spill_reason or 'SPILLS without a stated reason'}"
+            bad += bool(report.spill_bytes and report.spill_reason is None)
+            print(
+                f"{report.name:56} {report.arch:>4} {report.registers:>9} {report.shared_bytes:>8} {report.spill_bytes:>6}{note}",
+                flush=True,
+            )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
