@@ -18,5 +18,7 @@ def kernel_ops() -> list[str]:
 @pytest.mark.parametrize("op", kernel_ops())
 def test_kernels_compile_without_unexplained_spills(op: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "abyssal.ops._aot", op], env=env, capture_output=True, text=True, timeout=550)
+    done = subprocess.run(
+        [sys.executable, "-m", "abyssal.ops._aot", op], check=False, env=env, capture_output=True, text=True, timeout=550
+    )
     assert done.returncode == 0, done.stdout + done.stderr

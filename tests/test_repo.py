@@ -186,8 +186,9 @@ def test_constraints_pin_versions_that_the_package_allows() -> None:
     pins = {canonicalize_name(name): version for name, version in pins.items()}
     extras = PROJECT["optional-dependencies"]["dev"]
     for requirement in map(Requirement, [*PROJECT["dependencies"], *extras]):
-        version = pins[canonicalize_name(requirement.name)]
-        assert requirement.specifier.contains(version), f"{requirement} does not allow {version}"
+        if requirement.name != "triton":
+            version = pins[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version), f"{requirement} does not allow {version}"
     assert pins["torch"] == "2.13.0" and "triton" not in pins, "CUDA builds of torch bring their own triton"
     assert not any("+" in version for version in pins.values()), "a local build is not on the public index"
 
