@@ -10,7 +10,7 @@ from torch import Tensor
 
 from abyssal.errors import ConfigError
 from abyssal.kv import codec
-from abyssal.kv.specs import Bucket, CachePlan, CacheSpec
+from abyssal.kv.specs import ROLL_BACK, Bucket, CachePlan, CacheSpec
 
 NO_PAGE = 0  # the zero page of every bucket: never handed out, always zero, so that slot -1 reads as zeros
 
@@ -64,6 +64,12 @@ class SequenceCache:
     """Everything that one sequence holds in the pools."""
 
     tables: dict[str, PageTable] = field(default_factory=dict)
+    num_tokens: int = 0  # computed so far
+    folded: int = 0  # token up to which rows of its group are in the sums of record kinds; the rows from there on are kept
+
+    def folded_after(self, end: int) -> int:
+        """`folded` after a step that ends at token `end`."""
+        return max(self.folded, end - ROLL_BACK)
 
 
 class KVCache:
@@ -95,25 +101,27 @@ class KVCache:
         """Pages that `seq` would take beyond those it holds to reach `tokens` tokens and be at rest there."""
         missing = dict.fromkeys(self.pools, 0)
         for name, spec in self.specs.items():
-            blocks = (tokens // spec.ratio - 1) // spec.entries_per_page + 1
-            first = spec.first_kept(tokens) // spec.entries_per_page if spec.window is not None else 0
             held = int((seq.tables[name].pages[0] != NO_PAGE).sum())
-            missing[spec.bucket] += max(0, blocks - first - held) * len(spec.layers)
+            missing[spec.bucket] += max(0, len(spec.blocks(tokens)) - held) * len(spec.layers)
         return missing
 
-    def release_unneeded(self, seq: SequenceCache, end: int) -> None:
-        """Return window pages that no query after `end` tokens reads."""
+    def commit(self, seq: SequenceCache, end: int) -> None:
+        """Note that a step has computed `seq` up to token `end`, and return window pages that nothing reads any more."""
+        seq.folded, seq.num_tokens = seq.folded_after(end), end
         for name, spec in self.specs.items():
-            if spec.window is not None:
-                self._drop_before(name, seq.tables[name], spec.first_kept(end) // spec.entries_per_page)
+            if spec.lifetime == "window":
+                self._drop_before(name, seq.tables[name], spec.blocks(end).start)
 
     def free(self, seq: SequenceCache) -> None:
         """Return every page of `seq`; it is then empty."""
         for name, table in seq.tables.items():
             self._drop_before(name, table, table.end_block)
             table.first_block = 0
+        seq.num_tokens = seq.folded = 0
 
     def _missing_blocks(self, spec: CacheSpec, table: PageTable, start: int, end: int) -> list[int]:
+        if spec.lifetime == "record":
+            return [] if _has_block(table, 0) else [0]
         first = spec.first_kept(end) if spec.tail_only else start
         first_block = first // spec.ratio // spec.entries_per_page
         last_entry = end // spec.ratio - 1  # an entry is stored when its group of tokens is complete
