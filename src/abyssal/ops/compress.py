@@ -47,10 +47,10 @@ def compress(
             complete, still_open = accumulate(available, facts.sources, before).tensor_split([facts.num_entries])
             pooled = complete[:, 2] / complete[:, 1]
             sums.write(facts.sum_slots[sums.spec.name][layer_row], still_open.flatten(1))
-        entry = rotate(rms_norm(pooled.to(dtype), norm, eps).float(), facts.rope).to(dtype)
-        if rotate_keys:
-            entry = hadamard(entry)
-        entries.write(facts.entry_slots[entries.spec.name][layer_row], entry)
+        if facts.num_entries:
+            entry = rotate(rms_norm(pooled.to(dtype), norm, eps).float(), facts.rope).to(dtype)
+            entry = hadamard(entry) if rotate_keys else entry
+            entries.write(facts.entry_slots[entries.spec.name][layer_row], entry)
     state.write(store.slots[layer_row], rows.index_select(0, store.rows))
 
 
