@@ -26,7 +26,7 @@ def test_the_promised_capacity_fits_in_steps_of_the_promised_size(ratios, budget
     for start in range(0, end, step):
         stop = min(start + step, end)
         assert cache.allocate(seq, start, stop), (start, sizes)
-        cache.commit(seq, stop)
+        cache.release_unneeded(seq, stop)
 
 
 def test_windows_of_all_sequences_fit_at_once():
@@ -38,7 +38,7 @@ def test_windows_of_all_sequences_fit_at_once():
         seq = cache.new_sequence()
         for start in range(0, 200, 50):
             assert cache.allocate(seq, start, start + 50)
-            cache.commit(seq, start + 50)
+            cache.release_unneeded(seq, start + 50)
 
 
 def test_the_state_of_ratio_128_takes_two_pages_per_layer_however_long_the_sequence():
@@ -51,7 +51,7 @@ def test_the_state_of_ratio_128_takes_two_pages_per_layer_however_long_the_seque
     for start in range(0, 3000, 500):
         assert cache.allocate(seq, start, start + 500)
         assert cache.used_by_kind["c128_state"] == cache.used_by_kind["c128_sums"] == 2
-        cache.commit(seq, start + 500)
+        cache.release_unneeded(seq, start + 500)
 
 
 def test_any_number_of_sequences_is_divided_at_once():

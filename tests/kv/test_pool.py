@@ -50,7 +50,7 @@ def test_windows_shrink_and_whole_context_stays():
     seq = cache.new_sequence()
     for start in range(0, 2000, 100):
         assert cache.allocate(seq, start, start + 100)
-        cache.commit(seq, start + 100)
+        cache.release_unneeded(seq, start + 100)
     for name, spec in cache.specs.items():
         blocks = int((seq.tables[name].pages[0] != NO_PAGE).sum())
         if spec.lifetime == "context":
@@ -73,7 +73,7 @@ def test_a_pool_emptied_by_one_kind_serves_another():
     grown = 0
     while cache.allocate(second, grown, grown + 1):
         grown += 1
-        cache.commit(second, grown)
+        cache.release_unneeded(second, grown)
     assert grown > 256 and cache.pools["main"].num_free < len(CONFIG.layers)
 
 
@@ -133,7 +133,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def trim(self, which: int) -> None:
         seq = self.live[which % len(self.live)]
-        self.cache.commit(seq, self.lengths[id(seq)])
+        self.cache.release_unneeded(seq, self.lengths[id(seq)])
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 99))

@@ -53,7 +53,8 @@ def run_cuts(ratio: int, cuts: list[int], index_keys: bool) -> None:
         assert facts.num_entries == (start + count) // ratio - start // ratio
         slots.append(facts.entry_slots[kind][0])
         start += count
-        cache.commit(seq, start)
+        cache.commit(seq, [], start)
+        cache.release_unneeded(seq, start)
     got = entries.read(torch.cat(slots))
     for w in range(total // ratio):
         pooled = rms_norm(slow_entry(rows, w, ratio).float()[None], norm, 1e-6)

@@ -136,7 +136,7 @@ def _stores_tokens(spec: CacheSpec) -> bool:
 def _slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
     """Slots int32 [layers, n] of entry indices [n]; -1 for negative indices and where nothing is stored."""
     if spec.lifetime == "record":
-        entries = entries % spec.entries_per_page
+        entries = entries % spec.record_entries
     blocks = entries // spec.entries_per_page - table.first_block
     held = (entries >= 0) & (blocks >= 0) & (blocks < table.pages.shape[1])
     if table.pages.shape[1] == 0:
@@ -147,12 +147,14 @@ def _slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray
 
 
 def _store_facts(spec: CacheSpec, chunks: list[Chunk], offsets: np.ndarray, device: torch.device) -> StoreFacts:
+    """Rows and slots of the tokens for which `spec` has pages; for a tail-only kind these are few of a long chunk."""
     rows, slots = [], []
     for chunk, offset in zip(chunks, offsets, strict=False):
-        first = max(chunk.start, spec.first_kept(chunk.end)) if spec.tail_only else chunk.start
-        positions = np.arange(first, chunk.end)
-        rows.append(positions - chunk.start + offset)
-        slots.append(_slots(spec, chunk.cache.tables[spec.name], positions))
+        first = max(chunk.start, spec.first_kept(chunk.end)) if spec.lifetime == "record" else chunk.start
+        where = _slots(spec, chunk.cache.tables[spec.name], np.arange(first, chunk.end))
+        stored = np.flatnonzero(where[0] >= 0)
+        rows.append(stored + first - chunk.start + offset)
+        slots.append(where[:, stored])
     return StoreFacts(
         torch.from_numpy(np.concatenate(rows)).to(device),
         torch.from_numpy(np.concatenate(slots, axis=1)).long().to(device),

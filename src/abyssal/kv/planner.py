@@ -39,7 +39,8 @@ def sequence_pages(plan: CachePlan) -> dict[Bucket, int]:
     pages = dict.fromkeys(plan.page_bytes, 0)
     for spec in plan.specs.values():
         if spec.lifetime != "context":
-            pages[spec.bucket] += len(spec.layers) * (1 if spec.lifetime == "record" else window_blocks(spec))
+            blocks = len(spec.blocks(1)) if spec.lifetime == "record" else window_blocks(spec)
+            pages[spec.bucket] += len(spec.layers) * blocks
     return pages
 
 

@@ -25,8 +25,9 @@ class CacheSpec:
     layers: tuple[int, ...]
     layout: Layout
     ratio: int  # tokens per entry
-    lifetime: Lifetime  # for the whole context; for the last `window` + ROLL_BACK tokens; or one page per sequence, a ring
+    lifetime: Lifetime  # for the whole context; for the last `window` + ROLL_BACK tokens; or as a fixed record per sequence
     window: int  # tokens that later steps read; 0 for the other lifetimes
+    record_entries: int  # of a record, a ring: token p at p % record_entries; 0 for the other lifetimes
     tail_only: bool  # of a chunk only the last `window` + ROLL_BACK tokens are stored: later steps read no others
     bucket: Bucket
     entries_per_page: int
@@ -42,7 +43,7 @@ class CacheSpec:
     def blocks(self, tokens: int) -> range:
         """Blocks, of `entries_per_page` entries each, that a sequence of `tokens` tokens needs between steps."""
         if self.lifetime == "record":
-            return range(min(tokens, 1))
+            return range(-(-self.record_entries // self.entries_per_page) if tokens else 0)
         first, end = self.first_kept(tokens) // self.ratio, tokens // self.ratio  # an entry is stored when its group is complete
         return range(first // self.entries_per_page, -(-end // self.entries_per_page))
 
@@ -62,18 +63,18 @@ def plan_caches(config: ModelConfig, kv_layout: str, compressed_layout: str, ind
     """
     window = layouts.get(kv_layout, config.head_dim)
     every_layer = tuple(range(config.num_layers))
-    specs = [CacheSpec("window", every_layer, window, 1, "window", config.sliding_window, False, "main", WINDOW_PAGE_ENTRIES)]
+    specs = [CacheSpec("window", every_layer, window, 1, "window", config.sliding_window, 0, False, "main", WINDOW_PAGE_ENTRIES)]
     for ratio in sorted({plan.ratio for plan in config.layers if plan.owns_compressor}):
         owners = tuple(p.layer for p in config.layers if p.owns_compressor and p.ratio == ratio)
         indexed = tuple(layer for layer in owners if config.layers[layer].selection == "topk")
         entries = BLOCK_TOKENS // ratio
         bucket: Bucket = "small" if ratio == 128 else "main"
         compressed = layouts.get(compressed_layout, config.head_dim)
-        specs.append(CacheSpec(f"c{ratio}", owners, compressed, ratio, "context", 0, False, bucket, entries))
+        specs.append(CacheSpec(f"c{ratio}", owners, compressed, ratio, "context", 0, 0, False, bucket, entries))
         specs += _state(f"c{ratio}", owners, config.head_dim, ratio, "main")
         if indexed:
             keys = layouts.get(index_layout, config.index_head_dim)
-            specs.append(CacheSpec(f"c{ratio}_index", indexed, keys, ratio, "context", 0, False, "index", entries))
+            specs.append(CacheSpec(f"c{ratio}_index", indexed, keys, ratio, "context", 0, 0, False, "index", entries))
             specs += _state(f"c{ratio}_index", indexed, config.index_head_dim, ratio, "index")
     return _size_pages(specs)
 
@@ -87,26 +88,27 @@ def _state(kind: str, layers: tuple[int, ...], dim: int, ratio: int, bucket: Buc
     groups = 2 if ratio == 4 else 1
     rows = layouts.state_rows(2 * groups * dim)
     if ratio < 128:
-        return [CacheSpec(f"{kind}_state", layers, rows, 1, "window", groups * ratio, True, bucket, WINDOW_PAGE_ENTRIES)]
+        return [CacheSpec(f"{kind}_state", layers, rows, 1, "window", groups * ratio, 0, True, bucket, WINDOW_PAGE_ENTRIES)]
     sums = layouts.state_rows(3 * dim)
     return [
-        CacheSpec(f"{kind}_state", layers, rows, 1, "record", 0, True, bucket, ROLL_BACK),
-        CacheSpec(f"{kind}_sums", layers, sums, ratio, "record", 0, True, bucket, 1),
+        CacheSpec(f"{kind}_state", layers, rows, 1, "record", 0, ROLL_BACK, True, bucket, ROLL_BACK),
+        CacheSpec(f"{kind}_sums", layers, sums, ratio, "record", 0, 1, True, bucket, 1),
     ]
 
 
 def _size_pages(specs: list[CacheSpec]) -> CachePlan:
-    """Fix page sizes: a bucket's page holds the entries asked for by its KV, key and record kinds, and at least one row of a window
-    of states. Windows then get as many entries per page as a power of two allows.
+    """Fix page sizes: a bucket's page holds the entries asked for by its KV and key kinds, and at least one row of state.
+
+    Windows and states then get as many entries per page as a power of two allows.
     """
     sizes: dict[Bucket, int] = {}
     for spec in specs:
-        entries = 1 if spec.lifetime == "window" and spec.tail_only else spec.entries_per_page
+        entries = 1 if spec.tail_only else spec.entries_per_page
         sizes[spec.bucket] = max(sizes.get(spec.bucket, 0), spec.layout.page_bytes(entries))
     fitted = {}
     for spec in specs:
         fit = spec.entries_per_page
-        while spec.lifetime == "window" and spec.layout.page_bytes(fit) > sizes[spec.bucket]:
+        while spec.lifetime != "context" and spec.layout.page_bytes(fit) > sizes[spec.bucket]:
             fit //= 2
         fitted[spec.name] = replace(spec, entries_per_page=fit)
     alignment = max(16, fitted["window"].layout.page_align)  # the KV records' own; at least that of a 16-byte access
