@@ -73,7 +73,7 @@ def test_equal_blocks_computed_twice_are_held_once():
     for seq in (first, second):
         cache.commit(seq, TOKENS[:600], 600)
     for name, spec in cache.specs.items():
-        if spec.window is None:
+        if spec.lifetime == "context":
             per_block = 256 // spec.ratio // spec.entries_per_page
             assert cache.used_by_kind[name] == used[name] - 2 * per_block * len(spec.layers)
             shared = first.tables[name].pages[:, : 2 * per_block]
@@ -189,7 +189,10 @@ class PrefixMachine(RuleBasedStateMachine):
         for (seq, _), length in zip(self.live, self.lengths, strict=True):
             assert len(seq.blocks) == length // BLOCK_TOKENS
             for name, spec in self.cache.specs.items():
-                reach = 0 if spec.window is None else max(0, length - spec.window)
+                if spec.lifetime == "record":
+                    assert (seq.tables[name].pages != NO_PAGE).sum() == len(spec.layers) * len(spec.blocks(length))
+                    continue
+                reach = 0 if spec.lifetime == "context" else max(0, length - spec.window)
                 entries = np.arange(reach // spec.ratio, length // spec.ratio)
                 columns = entries // spec.entries_per_page - seq.tables[name].first_block
                 assert (columns >= 0).all() and (seq.tables[name].pages[:, columns] != NO_PAGE).all(), name
