@@ -165,7 +165,7 @@ def test_a_model_of_other_sizes_has_plain_records_only() -> None:
 def test_cost_by_length() -> None:
     report = report_for("v4-pro", context=5000)
     assert [entry["tokens"] for entry in report["lengths"]] == [1024, 4096, 5000, 32768, MILLION]
-    for smaller, larger in zip(report["lengths"], report["lengths"][1:], strict=False):
+    for smaller, larger in itertools.pairwise(report["lengths"]):
         assert smaller["payload"] < larger["payload"] and smaller["pages"] < larger["pages"]
         assert smaller["state"] == larger["state"] and smaller["windows"] == larger["windows"]
 

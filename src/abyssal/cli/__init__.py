@@ -17,7 +17,7 @@ COMMANDS = {
     "serve": "Serve the OpenAI API over HTTP.",
     "generate": "Complete one prompt.",
     "chat": "Talk to the model in the terminal.",
-    "plan": "Show what a model and its KV cache need, for which nothing is loaded.",
+    "plan": "Show what a model and its KV cache need.",
     "doctor": "Show what this machine can run, and why not more.",
 }
 
