@@ -55,6 +55,12 @@ def sequence_cost(plan: CachePlan, tokens: int) -> list[KindCost]:
     return costs
 
 
+def token_bytes(plan: CachePlan) -> dict[str, float]:
+    """Payload that every further token adds over all layers, by kind; a fraction, since an entry may stand for many tokens."""
+    lasting = [spec for spec in plan.specs.values() if spec.window is None]
+    return {spec.name: len(spec.layers) * spec.layout.bytes_per_entry / spec.ratio for spec in lasting}
+
+
 def block_bytes(plan: CachePlan) -> int:
     """Bytes of the pages that one block of 256 tokens takes over all layers."""
     return _size(plan, block_pages(plan))
@@ -62,8 +68,13 @@ def block_bytes(plan: CachePlan) -> int:
 
 def fitting_sequences(plan: CachePlan, budget: int, tokens: int, step_tokens: int) -> int:
     """How many sequences of `tokens` tokens fit into `budget` bytes at once, beside a step of `step_tokens`."""
-    each = _size(plan, sequence_pages(plan)) + -(-tokens // BLOCK_TOKENS) * block_bytes(plan)
+    each = fixed_bytes(plan) + -(-tokens // BLOCK_TOKENS) * block_bytes(plan)
     return max(0, (budget - _size(plan, step_pages(plan, step_tokens))) // each)
+
+
+def fixed_bytes(plan: CachePlan) -> int:
+    """Most bytes of pages that the windows and states of one sequence take between steps."""
+    return _size(plan, sequence_pages(plan))
 
 
 def _size(plan: CachePlan, pages: dict[Bucket, int]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from abyssal.config import PACKED_DIMS, EngineConfig, ModelConfig
 from abyssal.kv import layouts
 from abyssal.kv.layouts import V32_TOKEN_BYTES
-from abyssal.kv.planner import KindCost, block_bytes, block_pages, fitting_sequences, sequence_cost, sequence_pages
+from abyssal.kv.planner import KindCost, block_bytes, block_pages, fitting_sequences, sequence_cost, sequence_pages, token_bytes
 from abyssal.kv.specs import CachePlan, plan_caches
 
 GIB = 1 << 30
@@ -30,9 +30,9 @@ def memory_report(model: ModelConfig, config: EngineConfig, context: int) -> dic
         **totals,
         "v32_style": v32 / GIB,
         "ratio": v32 / GIB / totals["payload"],
-        "bytes_per_token": bytes_per_token(plan),
+        "bytes_per_token": sum(token_bytes(plan).values()),
         "block_bytes": block_bytes(plan),
-        "kinds": [_kind(cost) for cost in sequence_cost(plan, context)],
+        "kinds": [_kind(cost, token_bytes(plan)) for cost in sequence_cost(plan, context)],
         "buckets": {
             bucket: {
                 "page_bytes": size,
@@ -55,12 +55,6 @@ def sequence_totals(plan: CachePlan, tokens: int) -> dict[str, float]:
     return {**groups, "payload": groups["growing"] + groups["windows"], **pages, "pages": sum(pages.values())}
 
 
-def bytes_per_token(plan: CachePlan) -> float:
-    """Payload that every further token adds, over all layers; a fraction, since an entry may stand for many tokens."""
-    lasting = [spec for spec in plan.specs.values() if spec.window is None]
-    return sum(len(spec.layers) * spec.layout.bytes_per_entry / spec.ratio for spec in lasting)
-
-
 def stacks(model: ModelConfig, config: EngineConfig) -> list[EngineConfig]:
     """The layouts worth comparing: `config`'s own, then every KV layout with index keys like it, in FP8 and in FP4."""
     packed = (model.head_dim, model.index_head_dim) == PACKED_DIMS
@@ -77,7 +71,7 @@ def capacity_report(model: ModelConfig, config: EngineConfig, context: int, budg
     return {"cache_per_gpu": budget / GIB, "sequences_per_gpu": fit, "sequences": fit * gpus}
 
 
-def _kind(cost: KindCost) -> dict[str, Any]:
+def _kind(cost: KindCost, per_token: dict[str, float]) -> dict[str, Any]:
     spec = cost.spec
     return {
         "kind": spec.name,
@@ -88,7 +82,7 @@ def _kind(cost: KindCost) -> dict[str, Any]:
         "bytes_per_entry": spec.layout.bytes_per_entry,
         "bucket": spec.bucket,
         "entries_per_page": spec.entries_per_page,
-        "bytes_per_token": len(spec.layers) * spec.layout.bytes_per_entry / spec.ratio if cost.group == "growing" else 0.0,
+        "bytes_per_token": per_token.get(spec.name, 0.0),
         "payload_bytes": cost.payload,
         "pages_bytes": cost.pages,
     }
@@ -107,6 +101,6 @@ def _stack(model: ModelConfig, config: EngineConfig, context: int, chosen: float
     return {
         **{name: getattr(config, name) for name in ("kv_layout", "compressed_kv_layout", "index_layout")},
         **{name: totals[name] for name in ("growing", "payload", "pages")},
-        "bytes_per_token": bytes_per_token(plan),
+        "bytes_per_token": sum(token_bytes(plan).values()),
         "saving": 1 - totals["payload"] / chosen,
     }
