@@ -146,15 +146,13 @@ class EngineConfig:
         None, "size of the cache, such as 8GiB; overrides gpu_memory_utilization; 4GiB on CPU", low=1, in_bytes=True
     )
     max_model_len: int | None = option(None, "most tokens of a sequence; default: what model and cache allow", low=1)
-    enable_prefix_caching: bool = option(False, "reuse the cache of common prompt prefixes")
+    enable_prefix_caching: bool = option(True, "reuse the cache of common prompt prefixes")
     seed: int = option(0, "seed of requests that bring none", low=0, high=2**63 - 1)
     served_model_name: str | None = option(None, "name of the model in the API; default: its folder's name")
     num_threads: int | None = option(None, "CPU threads of PyTorch; default: PyTorch's choice", low=1)
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.enable_prefix_caching:
-            raise ConfigError("enable_prefix_caching=True: prefix caching is not available yet; leave it off")
 
     @property
     def record_layouts(self) -> tuple[str, str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ class EngineStats:
     prompt_tokens: int  # computed so far, recomputation included
     generation_tokens: int
     pages_total: dict[str, int]  # by bucket
-    pages_free: dict[str, int]
+    pages_free: dict[str, int]  # with those that only the prefix index holds
+    pages_cached: dict[str, int]  # these
     page_bytes: dict[str, int]
     pages_by_kind: dict[str, int]
     bytes_by_kind: dict[str, int]  # of those pages
@@ -126,7 +128,7 @@ class Engine:
         sampler = SamplerState(
             request.params, request.prompt_ids, self.info.eos_token_ids, fallback_seed=(self.config.seed, self._requests_seen)
         )
-        seq = Sequence(request, self.cache.new_sequence(), sampler, max_new_tokens, list(request.prompt_ids))
+        seq = Sequence(request, self.cache.new_sequence(request.cache_salt), sampler, max_new_tokens, list(request.prompt_ids))
         self._sequences[request.request_id] = seq
         self.scheduler.waiting.append(seq)
 
@@ -135,8 +137,10 @@ class Engine:
         if (seq := self._sequences.pop(request_id, None)) is not None:
             self.scheduler.remove(seq)
 
-    def score(self, token_ids: list[int], chunk_sizes: list[int], rows: list[int]) -> Tensor:
+    def score(self, token_ids: list[int], chunk_sizes: list[int], rows: list[int], reuse_prefix: bool = False) -> Tensor:
         """Logits fp32 [len(rows), V] on the CPU of ascending positions `rows`, the prefill cut into `chunk_sizes`.
+
+        With `reuse_prefix` known tokens are not computed, and their rows are NaN; what is left is cut where it would be anyway.
 
         Raises:
             RequestError: there is no token, an id is unknown, or the caches have no room beside the requests that run.
@@ -144,18 +148,25 @@ class Engine:
         if not token_ids:
             raise RequestError("token_ids is empty; give at least one token", param="token_ids")
         check_ids("token_ids", token_ids, self.info.vocab_size)
-        cache, start, first_row, parts = self.cache.new_sequence(), 0, 0, []
+        cache = self.cache.new_sequence()
         try:
-            for count in chunk_sizes:
-                if not self.cache.allocate(cache, start, start + count):
+            start = self.cache.reuse(cache, token_ids) if reuse_prefix else 0
+            first_row = bisect_left(rows, start)
+            parts = [torch.full((first_row, self.info.model_vocab_size), torch.nan)]
+            for end in accumulate(chunk_sizes):
+                if end <= start:
+                    continue
+                if not self.cache.allocate(cache, start, end):
                     raise RequestError(
-                        f"the KV cache has no room for {len(token_ids)} tokens in chunks of {count}; raise kv_cache_bytes or cut smaller",
+                        f"the KV cache has no room for {len(token_ids)} tokens in chunks of {end - start}; raise kv_cache_bytes or "
+                        "cut smaller",
                         param="token_ids",
                     )
-                end_row = bisect_left(rows, start + count)
-                chunk = Chunk(token_ids[start : start + count], start, cache)
+                end_row = bisect_left(rows, end)
+                chunk = Chunk(token_ids[start:end], start, cache)
                 parts.append(self.runner([chunk], [p - start for p in rows[first_row:end_row]]).float().cpu())
-                start, first_row = start + count, end_row
+                start, first_row = end, end_row
+                self.cache.commit(cache, token_ids, start)
                 self.cache.release_unneeded(cache, start)
         finally:
             self.cache.free(cache)
@@ -186,7 +197,8 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             pages_total={str(b): p.num_pages for b, p in pools.items()},
-            pages_free={str(b): p.num_free for b, p in pools.items()},
+            pages_free={str(b): p.num_available for b, p in pools.items()},
+            pages_cached={str(b): p.num_idle for b, p in pools.items()},
             page_bytes={str(b): p.page_bytes for b, p in pools.items()},
             pages_by_kind=dict(self.cache.used_by_kind),
             bytes_by_kind={n: count * pools[self.cache.specs[n].bucket].page_bytes for n, count in self.cache.used_by_kind.items()},
@@ -246,6 +258,7 @@ class Engine:
         """Advance `seq` by what the step computed; None when the request has nothing to report yet."""
         first_computed = seq.num_computed
         seq.num_computed += count
+        self.cache.commit(seq.cache, seq.token_ids, seq.num_computed)
         self.cache.release_unneeded(seq.cache, seq.num_computed)
         self._prompt_tokens += max(0, min(seq.num_computed, len(seq.request.prompt_ids)) - first_computed)
         if token is None:
@@ -266,6 +279,7 @@ class Engine:
             [None, *seq.prompt_logprobs] if asked else None,
             reason,
             stop_id,
+            num_cached_tokens=seq.num_cached,
         )
 
     def _finish_reason(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:

@@ -131,12 +131,13 @@ def _slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray
 
 
 def _store_facts(spec: CacheSpec, chunks: list[Chunk], offsets: np.ndarray, device: torch.device) -> StoreFacts:
+    """Rows and slots of the tokens for which `spec` has pages; for a tail-only kind these are few of a long chunk."""
     rows, slots = [], []
     for chunk, offset in zip(chunks, offsets, strict=False):
-        first = max(chunk.start, spec.first_kept(chunk.end)) if spec.tail_only else chunk.start
-        positions = np.arange(first, chunk.end)
-        rows.append(positions - chunk.start + offset)
-        slots.append(_slots(spec, chunk.cache.tables[spec.name], positions))
+        where = _slots(spec, chunk.cache.tables[spec.name], np.arange(chunk.start, chunk.end))
+        stored = np.flatnonzero(where[0] >= 0)
+        rows.append(stored + offset)
+        slots.append(where[:, stored])
     return StoreFacts(
         torch.from_numpy(np.concatenate(rows)).to(device),
         torch.from_numpy(np.concatenate(slots, axis=1)).long().to(device),
