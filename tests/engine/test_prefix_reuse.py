@@ -135,7 +135,7 @@ def test_a09_a_hit_leaves_at_least_one_token(length: int, cached: Engine, plain:
         assert answer.cached == (0 if turn == 0 else (length - 1) // BLOCK * BLOCK) < length
 
 
-@pytest.mark.parametrize("keep_reasoning", [True, False])
+@pytest.mark.parametrize("keep_reasoning", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a11_cached_length_grows_with_a_conversation(keep_reasoning: bool, cached: Engine, plain: Engine, fresh: str) -> None:
     """A11: 12 turns whose answers begin with 16 tokens of reasoning, sent back with the history or not."""
     history, earlier, grown = tokens(300, seed=60), [], []
