@@ -26,3 +26,12 @@ def config_dict(ratios: list[int], **changes: Any) -> dict[str, Any]:
 
 def small_config(ratios: list[int], **changes: Any) -> ModelConfig:
     return parse_model_config(config_dict(ratios, **changes))
+
+
+def every_kind(**changes: Any) -> dict[str, Any]:
+    """A `config.json` of six layers of all kinds, with the released window and a selection that bites at 64 tokens."""
+    settings = {
+        "sliding_window": 128, "index_topk": 16, "num_hash_layers": 1, "n_routed_experts": 8, "max_position_embeddings": 1 << 20,
+        "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1},
+    }  # fmt: skip
+    return config_dict([0, 0, 4, 128, 4, 128], **(settings | changes))

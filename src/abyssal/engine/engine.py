@@ -20,6 +20,7 @@ from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
 from abyssal.errors import EngineDeadError, RequestError
 from abyssal.kv.batch import Chunk
+from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
 from abyssal.tokenizer import Tokenizer
 
@@ -64,6 +65,7 @@ class EngineStats:
     pages_cached: dict[str, int]  # these
     page_bytes: dict[str, int]
     pages_by_kind: dict[str, int]
+    bytes_by_kind: dict[str, int]  # of those pages
 
 
 class Engine:
@@ -106,6 +108,11 @@ class Engine:
         log.info(
             "KV cache %.2f GiB: %d tokens of one sequence, windows of %d sequences; max_model_len %d",
             sizes.total_bytes / 2**30, self.runner.capacity_tokens, sizes.num_sequences, self.runner.max_model_len,
+        )  # fmt: skip
+        kinds = ", ".join(f"{name} {size:g}" for name, size in token_bytes(self.runner.plan).items())
+        log.info(
+            "bytes per token: %s; windows and states: up to %.2f MiB of pages per sequence",
+            kinds or "none", fixed_bytes(self.runner.plan) / 2**20,
         )  # fmt: skip
 
     def add(self, request: EngineRequest) -> None:
@@ -194,6 +201,7 @@ class Engine:
             pages_cached={str(b): p.num_idle for b, p in pools.items()},
             page_bytes={str(b): p.page_bytes for b, p in pools.items()},
             pages_by_kind=dict(self.cache.used_by_kind),
+            bytes_by_kind={n: count * pools[self.cache.specs[n].bucket].page_bytes for n, count in self.cache.used_by_kind.items()},
         )
 
     def _refuse_head(self) -> list[RequestUpdate]:

@@ -30,14 +30,14 @@ class Runner:
         dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
         # Before the weights: a layout that does not fit is cheap to find.
-        plan = plan_caches(model_config, *config.record_layouts)
+        self.plan = plan_caches(model_config, *config.record_layouts)
         self.model = Model(load_weights(folder, model_config, self.device, dtype, progress=True), model_config, dtype)
         longest = config.max_model_len or model_config.max_position
-        self.sizes = divide_budget(plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
+        self.sizes = divide_budget(self.plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
         self.max_model_len = self._max_model_len(self.sizes)
         identity = repr((str(folder.resolve()), config.dtype, config.record_layouts))
         self.cache = KVCache(
-            plan, self.sizes.num_pages, self.device, PrefixIndex(identity) if config.enable_prefix_caching else None
+            self.plan, self.sizes.num_pages, self.device, PrefixIndex(identity) if config.enable_prefix_caching else None
         )
 
     @property
