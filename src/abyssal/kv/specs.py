@@ -57,25 +57,16 @@ def plan_caches(config: ModelConfig, kv_layout: str, compressed_layout: str, ind
     for ratio in sorted({plan.ratio for plan in config.layers if plan.owns_compressor}):
         owners = tuple(p.layer for p in config.layers if p.owns_compressor and p.ratio == ratio)
         indexed = tuple(layer for layer in owners if config.layers[layer].selection == "topk")
+        entries = BLOCK_TOKENS // ratio
         bucket: Bucket = "small" if ratio == 128 else "main"
         compressed = layouts.get(compressed_layout, config.head_dim)
-        entries = _page_entries(compressed, BLOCK_TOKENS // ratio, window.page_bytes(WINDOW_PAGE_ENTRIES))
         specs.append(CacheSpec(f"c{ratio}", owners, compressed, ratio, None, False, bucket, entries))
-        if ratio > 1:
-            specs.append(_state(f"c{ratio}_state", owners, config.head_dim, ratio, "main"))
+        specs.append(_state(f"c{ratio}_state", owners, config.head_dim, ratio, "main"))
         if indexed:
             keys = layouts.get(index_layout, config.index_head_dim)
             specs.append(CacheSpec(f"c{ratio}_index", indexed, keys, ratio, None, False, "index", entries))
-            if config.layers[indexed[0]].index_keys == "pooled":
-                specs.append(_state(f"c{ratio}_index_state", indexed, config.index_head_dim, ratio, "index"))
+            specs.append(_state(f"c{ratio}_index_state", indexed, config.index_head_dim, ratio, "index"))
     return _size_pages(specs)
-
-
-def _page_entries(layout: Layout, entries: int, window_page: int) -> int:
-    """Entries per page of a compressed kind: a block of `entries`, cut in halves as long as one still fills a window's page."""
-    while layout.page_bytes(entries // 2) >= window_page:
-        entries //= 2
-    return entries
 
 
 def _state(name: str, layers: tuple[int, ...], dim: int, ratio: int, bucket: Bucket) -> CacheSpec:
