@@ -73,7 +73,9 @@ class LayerPlan:
     kv_source: int | None  # layer whose compressed KV (and index keys) this one reads; == layer: it owns a compressor
     selection: Literal["none", "all", "topk"]  # which compressed entries a query attends to
     index_source: int | None  # layer whose top-k this one uses; == layer: it runs an indexer
-    index_keys: Literal["none", "pooled", "latent"]  # keys made here: by a compressor of their own (V4), from the KV latent (V4.1)
+    index_keys: Literal[
+        "none", "pooled", "latent"
+    ]  # keys made here: by a compressor of their own (V4), from the KV latent (V4.1)
     candidates: Literal["none", "publish", "use"]  # two-level selection of V4.1
     router: Literal["hash", "scored"]
     engram: int | None  # index into EngramConfig.layer_ids

@@ -28,7 +28,8 @@ _TYPES: dict[Kind, tuple[str, ...]] = {
     "expert_ids": ("I32", "I64"),
     "rows": ("F8_E4M3",),
 }
-_SCALE_TYPES = ("F8_E8M0", "U8", "F32")
+_BYTE_SCALES = ("F8_E8M0", "U8")
+_SCALE_TYPES = (*_BYTE_SCALES, "F32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,9 @@ def _place(files: CheckpointFiles, config: ModelConfig) -> dict[Slot, StoredTens
         else:
             placed[slot] = tensor
     if unknown:
-        raise CheckpointError(f"unknown tensors: {listing(unknown)}; this is not the checkpoint of its config.json, or one that was changed")
+        raise CheckpointError(
+            f"unknown tensors: {listing(unknown)}; this is not the checkpoint of its config.json, or one that was changed"
+        )
     _check_draft(drafts, config)
     if vision:
         log.info("%d tensors of the image tower recognised; not used, this version reads text only", len(vision))
@@ -142,7 +145,7 @@ def _source(slot: Slot, spec: TensorSpec, placed: dict[Slot, StoredTensor], conf
         shape = (shape[1] // len(spec.pieces), shape[2])
     block = ROWS_BLOCK if spec.kind == "rows" else _block(value, form, config)
     _check_shape(value, _stored_shape(value, form, shape))
-    _check_scale(value, scale, shape, block)
+    _check_scale(value, scale, shape, block, _SCALE_TYPES if spec.kind == "linear" else _BYTE_SCALES)
     return Source(value, scale, form, block)
 
 
@@ -171,8 +174,10 @@ def _check_shape(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
         )
 
 
-def _check_scale(value: StoredTensor, scale: StoredTensor | None, shape: tuple[int, ...], block: tuple[int, int] | None) -> None:
-    """`shape` is the dequantised shape of `value`."""
+def _check_scale(
+    value: StoredTensor, scale: StoredTensor | None, shape: tuple[int, ...], block: tuple[int, int] | None, types: tuple[str, ...]
+) -> None:
+    """`shape` is the dequantised shape of `value`, `types` those that a scale may have."""
     if block is None:
         if scale is not None:
             raise CheckpointError(f"unused scale {scale.name}: {value.name} is stored as {value.dtype}, which has no scale")
@@ -182,8 +187,8 @@ def _check_scale(value: StoredTensor, scale: StoredTensor | None, shape: tuple[i
         raise CheckpointError(
             f"{value.name} is stored as {value.dtype} but has no scale; names tried: {tried}; download it again"
         )
-    if scale.dtype not in _SCALE_TYPES:
-        raise CheckpointError(f"scale {scale.name} is stored as {scale.dtype}; expected {' or '.join(_SCALE_TYPES)}")
+    if scale.dtype not in types:
+        raise CheckpointError(f"scale {scale.name} is stored as {scale.dtype}; expected {' or '.join(types)}")
     _check_shape(scale, (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1])))
 
 

@@ -45,7 +45,9 @@ class RowTable:
             raise IndexError(f"rows {unique[0]} to {unique[-1]} asked of a table of {self.num_rows}")
         data = self._lookup(unique)[inverse]
         codes, scales = np.split(data, [self._parts[0].row_bytes], axis=1)
-        return torch.from_numpy(np.ascontiguousarray(codes)).view(torch.float8_e4m3fn), torch.from_numpy(np.ascontiguousarray(scales))
+        return torch.from_numpy(np.ascontiguousarray(codes)).view(torch.float8_e4m3fn), torch.from_numpy(
+            np.ascontiguousarray(scales)
+        )
 
     def _lookup(self, rows: np.ndarray) -> np.ndarray:
         """Rising row numbers [n] -> their bytes uint8 [n, width]."""

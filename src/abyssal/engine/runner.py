@@ -82,5 +82,7 @@ def _ngram_hash(config: ModelConfig, tokenizer: Tokenizer | None) -> NgramHash |
     if config.engram is None:
         return None
     if tokenizer is None:
-        raise ConfigError("this model has n-gram tables, which are addressed by the texts of its tokens: tokenizer.json is missing")
+        raise ConfigError(
+            "this model has n-gram tables, which are addressed by the texts of its tokens: tokenizer.json is missing"
+        )
     return ngram_hash(config.engram, tokenizer.vocabulary())

@@ -88,7 +88,9 @@ class Batch:
     stores: dict[str, StoreFacts]  # window and state kinds
     compress: dict[int, CompressFacts]  # ratio -> facts
     tables: dict[str, Tensor]  # whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
-    engram_rows: Tensor | None  # [engram layers, T, columns] int64 on the CPU, rows of the n-gram tables; None: the model has none
+    engram_rows: (
+        Tensor | None
+    )  # [engram layers, T, columns] int64 on the CPU, rows of the n-gram tables; None: the model has none
 
     def entry_slots(self, spec: CacheSpec, layer: int, group: QueryGroup) -> Tensor:
         """Slots int32 [n, N] of the entries that a group's sequences have, N = the most that any of its queries sees.

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from abyssal.checkpoint.rows import RowTable
 from abyssal.config import ModelConfig
 from abyssal.kv.batch import Batch
 from abyssal.kv.pool import KVCache
-from abyssal.checkpoint.rows import RowTable
 from abyssal.model.attention import Attention
 from abyssal.model.engram import Engram
 from abyssal.model.indexer import Selection

@@ -10,6 +10,7 @@ from abyssal.ops.linear import LinearWeight, linear
 
 SUM_FLOOR = 1e-20  # scores may all underflow to 0
 
+
 def route(
     x: Tensor, gate: Tensor, bias: Tensor | None, expert_ids: Tensor | None, k: int, scale: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
