@@ -79,7 +79,7 @@ def t41_config(**changes: Any) -> dict[str, Any]:
         "rope_scaling": {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1},
         "max_position_embeddings": 1048576, "compress_ratios": [0, 2, 2, 1, 1, 1], "kv_source_layer_ids": [1, 3],
         "index_source_layer_ids": [1, 2, 3, 5], "candidate_source_layer_id": 3, "candidate_topk_blocks": 6, "candidate_block_size": 4,
-        "engram_layer_ids": [0, 4], "engram_num_embeddings": [420, 482], "engram_max_ngram_size": 3, "engram_vocab_size": 100,
+        "engram_layer_ids": [0, 4], "engram_num_embeddings": [420, 508], "engram_max_ngram_size": 3, "engram_vocab_size": 100,
         "engram_n_heads": 2, "engram_head_dim": 64, "engram_compressed_vocab_size": 300, "engram_pad_token_id": 2,
         "num_nextn_predict_layers": 0, "dspark_block_size": 5, "dspark_noise_token_id": 3, "dspark_target_layer_ids": [],
         "dspark_markov_rank": 16, "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 1, "bos_token_id": 0, "eos_token_id": 1,

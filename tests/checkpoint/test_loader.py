@@ -377,10 +377,10 @@ def test_vision_tensors_in_a_v4_checkpoint_are_unknown(tmp_path):
             r"layers\.0\.engram\.embed\.weight is stored as F8_E4M3 but has no scale",
         ),
         (lambda t: t.update({"layers.0.engram.embed.weight": torch.zeros(420, 64)}), "is stored as F32; expected F8_E4M3"),
-        (lambda t: t.update({"layers.4.engram.embed.scale": torch.zeros(482, 2)}), "is stored as F32; expected F8_E8M0 or U8"),
+        (lambda t: t.update({"layers.4.engram.embed.scale": torch.zeros(508, 2)}), "is stored as F32; expected F8_E8M0 or U8"),
         (
-            lambda t: t.update({"layers.4.engram.embed.scale": torch.zeros(482, 1).byte()}),
-            r"has shape \[482, 1\], expected \[482, 2\]",
+            lambda t: t.update({"layers.4.engram.embed.scale": torch.zeros(508, 1).byte()}),
+            r"has shape \[508, 1\], expected \[508, 2\]",
         ),
     ],
 )
