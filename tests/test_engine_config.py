@@ -200,15 +200,6 @@ def test_the_api_key_is_shown_nowhere() -> None:
     assert "hunter2" not in str(caught.value)
 
 
-def test_prefix_caching_is_refused_until_it_exists() -> None:
-    for make in (
-        lambda: EngineConfig(enable_prefix_caching=True),
-        lambda: from_sources({}, {"ABYSSAL_ENABLE_PREFIX_CACHING": "1"}),
-    ):
-        with pytest.raises(ConfigError, match="prefix caching is not available yet"):
-            make()
-
-
 # --- resolve ------------------------------------------------------------------------------------------------------------
 
 

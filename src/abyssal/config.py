@@ -167,15 +167,13 @@ class EngineConfig:
         256 << 20, "memory for rows of V4.1's n-gram tables, which stay on disk; all tables together", low=0, in_bytes=True
     )
     max_model_len: int | None = option(None, "most tokens of a sequence; default: what model and cache allow", low=1)
-    enable_prefix_caching: bool = option(False, "reuse the cache of common prompt prefixes")
+    enable_prefix_caching: bool = option(True, "reuse the cache of common prompt prefixes")
     seed: int = option(0, "seed of requests that bring none", low=0, high=2**63 - 1)
     served_model_name: str | None = option(None, "name of the model in the API; default: its folder's name")
     num_threads: int | None = option(None, "CPU threads of PyTorch; default: PyTorch's choice", low=1)
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.enable_prefix_caching:
-            raise ConfigError("enable_prefix_caching=True: prefix caching is not available yet; leave it off")
 
     @property
     def record_layouts(self) -> tuple[str, str, str]:

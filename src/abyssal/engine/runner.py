@@ -13,6 +13,7 @@ from abyssal.errors import ConfigError
 from abyssal.kv.batch import Chunk, build_batch
 from abyssal.kv.planner import PoolSizes, divide_budget
 from abyssal.kv.pool import KVCache, SequenceCache
+from abyssal.kv.prefix import PrefixIndex
 from abyssal.kv.specs import plan_caches
 from abyssal.model.model import Model
 from abyssal.ops.ngram_hash import NgramHash, ngram_hash
@@ -38,7 +39,10 @@ class Runner:
         longest = config.max_model_len or model_config.max_position
         self.sizes = divide_budget(plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
         self.max_model_len = self._max_model_len(self.sizes)
-        self.cache = KVCache(plan, self.sizes.num_pages, self.device)
+        identity = repr((str(folder.resolve()), config.dtype, config.record_layouts))
+        self.cache = KVCache(
+            plan, self.sizes.num_pages, self.device, PrefixIndex(identity) if config.enable_prefix_caching else None
+        )
 
     @property
     def capacity_tokens(self) -> int:

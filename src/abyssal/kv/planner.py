@@ -29,7 +29,7 @@ def block_pages(plan: CachePlan) -> dict[Bucket, int]:
     """Pages that one block of 256 tokens takes over all layers."""
     pages = dict.fromkeys(plan.page_bytes, 0)
     for spec in plan.specs.values():
-        if spec.window is None:
+        if spec.lifetime == "context":
             pages[spec.bucket] += len(spec.layers) * -(-(BLOCK_TOKENS // spec.ratio) // spec.entries_per_page)
     return pages
 
@@ -38,14 +38,14 @@ def sequence_pages(plan: CachePlan) -> dict[Bucket, int]:
     """Most pages that the windows and states of one sequence take between steps."""
     pages = dict.fromkeys(plan.page_bytes, 0)
     for spec in plan.specs.values():
-        if spec.window is not None:
-            pages[spec.bucket] += len(spec.layers) * window_blocks(spec)
+        if spec.lifetime != "context":
+            blocks = len(spec.blocks(1)) if spec.lifetime == "record" else window_blocks(spec)
+            pages[spec.bucket] += len(spec.layers) * blocks
     return pages
 
 
 def window_blocks(spec: CacheSpec) -> int:
     """Most blocks that `window` + ROLL_BACK consecutive tokens and the next one touch, wherever they start."""
-    assert spec.window is not None
     return (spec.window + ROLL_BACK) // spec.entries_per_page + 2
 
 
@@ -56,7 +56,7 @@ def step_pages(plan: CachePlan, step_tokens: int) -> dict[Bucket, int]:
     """
     pages = dict.fromkeys(plan.page_bytes, 0)
     for spec in plan.specs.values():
-        if spec.window is not None:
+        if spec.lifetime == "window":
             tail = spec.window + ROLL_BACK + spec.entries_per_page
             stored = min(step_tokens, tail) if spec.tail_only else step_tokens
             pages[spec.bucket] += len(spec.layers) * -(-stored // spec.entries_per_page)

@@ -33,7 +33,8 @@ class Compressor:
 
         Returns the completed entries [E, d] before rotation: V4.1 makes its index keys from them.
         """
-        entries, state = cache.views[self.kind], cache.views.get(f"{self.kind}_state")
+        entries, state, sums = (cache.views.get(f"{self.kind}{part}") for part in ("", "_state", "_sums"))
+        assert entries is not None
         facts = batch.compress[self.ratio]
         rows = F.linear(x.float(), self.w)  # [T, 2 c d]
         if self.bias is not None:
@@ -44,6 +45,7 @@ class Compressor:
             facts,
             batch.stores[state.spec.name] if state is not None else None,
             state,
+            sums,
             entries,
             entries.spec.row(self.layer),
             overlap=self.ratio == 4,
