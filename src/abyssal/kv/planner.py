@@ -23,7 +23,7 @@ class KindCost:
 
     @property
     def group(self) -> Group:
-        if self.spec.window is None:
+        if self.spec.lifetime == "context":
             return "growing"
         return "state" if self.spec.tail_only else "windows"
 
@@ -47,17 +47,18 @@ def sequence_cost(plan: CachePlan, tokens: int) -> list[KindCost]:
     """What a sequence of `tokens` computed tokens costs, by kind."""
     costs = []
     for spec in plan.specs.values():
-        entries = tokens // spec.ratio if spec.window is None else min(tokens, spec.window)
+        entries = {"context": tokens // spec.ratio, "window": min(tokens, spec.window), "record": spec.record_entries}[
+            spec.lifetime
+        ]
         payload = entries * spec.layout.bytes_per_entry
-        blocks = -(-(tokens // spec.ratio) // spec.entries_per_page) - spec.first_kept(tokens) // spec.entries_per_page
-        pages = blocks * plan.page_bytes[spec.bucket]
+        pages = len(spec.blocks(tokens)) * plan.page_bytes[spec.bucket]
         costs.append(KindCost(spec, payload * len(spec.layers), pages * len(spec.layers)))
     return costs
 
 
 def token_bytes(plan: CachePlan) -> dict[str, float]:
     """Payload that every further token adds over all layers, by kind; a fraction, since an entry may stand for many tokens."""
-    lasting = [spec for spec in plan.specs.values() if spec.window is None]
+    lasting = [spec for spec in plan.specs.values() if spec.lifetime == "context"]
     return {spec.name: len(spec.layers) * spec.layout.bytes_per_entry / spec.ratio for spec in lasting}
 
 
