@@ -141,7 +141,7 @@ def make_site(tokens, hidden, *, own=True, source="expand", rows=24, seed=0, sca
 
 
 def run_kernel(arguments, weights, state=None, **more):
-    tokens, hidden = arguments["source"].shape[0], arguments["source"].shape[-1]
+    tokens = arguments["source"].shape[0]
     prepared = kernel.KernelWeights.prepare(weights) if weights is not None else None
     state = state or kernel.HandoverState.of_size(32 * max(tokens, 64) * 4, max(tokens, 1), arguments["source"].device)
     return kernel.site(weights=prepared, state=state, **arguments, **more)
@@ -334,7 +334,10 @@ def test_kernel_replays_in_a_graph_beside_other_work():
     state = kernel.HandoverState.allocate(512, 5120, "cuda")
     sites = [make_site(tokens, 5120, own=own, seed=tokens, iterations=20) for tokens in (1, 8, 64, 512) for own in (True, False)]
     prepared = [kernel.KernelWeights.prepare(weights) for _, weights in sites]
-    run = lambda: [kernel.site(weights=w, state=state, **a) for (a, _), w in zip(sites, prepared, strict=True)]  # noqa: E731
+
+    def run():
+        return [kernel.site(weights=w, state=state, **a) for (a, _), w in zip(sites, prepared, strict=True)]
+
     expected = run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
