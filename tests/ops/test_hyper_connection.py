@@ -253,6 +253,14 @@ def test_kernel_writes_only_its_tokens():
     check_site(run_kernel(arguments, weights, config=small(4, 16, 4, 1)), arguments, weights)
 
 
+@pytest.mark.parametrize(("tokens", "hidden"), [(3, 48), (0, 64), pytest.param(3000, 5120, marks=pytest.mark.gpu)])
+def test_kernel_expand(tokens, hidden):
+    arguments, _ = make_site(tokens, hidden, rows=0)
+    parts = [arguments[name] for name in ("source", "out", "post", "comb")]
+    got, expected = kernel.expand(*parts), hc.expand(*parts)
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2**-7, atol=1e-5)
+
+
 def test_kernel_without_tokens():
     arguments, weights = make_site(0, 64)
     got = run_kernel(arguments, weights)

@@ -187,6 +187,22 @@ def site(
     return result
 
 
+def expand(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """`abyssal.ops.hyper_connection.expand` for bf16: where the streams change before the next site (V4.1's Engram)."""
+    tokens, hidden = streams.shape[0], streams.shape[-1]
+    _check(streams, None, None, out, post, comb, None)
+    new = torch.empty_like(streams)
+    if tokens == 0:
+        return new
+    block_hidden = 1024 if tokens * hidden > 1 << 20 else 256  # few tokens: more programs
+    while hidden % block_hidden:
+        block_hidden //= 2
+    hyper_connection_expand[(tokens * (hidden // block_hidden),)](
+        streams, out, post, comb, new, D=hidden, BD=block_hidden, num_warps=max(1, block_hidden // 256)
+    )
+    return new
+
+
 def _constants(config: LaunchConfig) -> dict[str, Any]:
     return {
         "BT": config.block_tokens,
@@ -202,7 +218,7 @@ def _constants(config: LaunchConfig) -> dict[str, Any]:
 
 def _check(
     source: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     weights: KernelWeights | None,
     out: Tensor | None,
     post: Tensor | None,
@@ -219,7 +235,7 @@ def _check(
         raise ValueError(f"source has shape {tuple(source.shape)}: streams are [T, 4, D], embeddings [T, D] and are not expanded")
     if (out is None) != (post is None) or (out is None) != (comb is None):
         raise ValueError("out, post and comb are given together")
-    if weights is None and pre is None:
+    if norm_weight is not None and weights is None and pre is None:
         raise ValueError("without weights the site collapses with a given `pre`")
     if weights is not None and weights.fn.shape[2] != hidden:
         raise ValueError(f"fn is for streams of {weights.fn.shape[2]} values, these have {hidden}")
@@ -244,7 +260,7 @@ def _load4(base, at, stride, mask):
     """Four tensors `stride` apart."""
     values = ()
     for k in tl.static_range(4):
-        values = values + (tl.load(base + at + k * stride, mask=mask, other=0.0),)
+        values = values + (tl.load(base + at + k * stride, mask=mask, other=None if mask is None else 0.0),)
     return values
 
 
@@ -460,6 +476,19 @@ def _own_pre(sums, base, scale, rms_eps, eps, D: tl.constexpr, ROWS: tl.constexp
     return pre, 1.0 / tl.sqrt(tl.maximum(squares, 0.0) / D + rms_eps)
 
 
+@triton.jit
+def hyper_connection_expand(source, out, post, comb, streams, D: tl.constexpr, BD: tl.constexpr):
+    """Grid: tokens x slices of the hidden dimension."""
+    token = (tl.program_id(0) // (D // BD)).to(tl.int64)
+    d = tl.program_id(0) % (D // BD) * BD + tl.arange(0, BD)
+    h = _load4(source, token * (4 * D) + d, D, None)
+    old_post, old_comb = _load4(post, token * 4, 1, None), ()
+    for j in tl.static_range(4):
+        old_comb = old_comb + _load4(comb, token * 16 + 4 * j, 1, None)
+    new = _expand(h, tl.load(out + token * D + d), old_post, old_comb)
+    _store_each(streams + token * (4 * D) + d, new, D, None)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def hyper_connection_site(
     source, out, post, comb, pre, fn, base, scale, norm_weight,
@@ -622,4 +651,9 @@ def aot_cases() -> list[AotCase]:
                 aligned=tuple(name for name, kind in types.items() if kind.startswith("*")),
             )
         )
+    names = ("source", "out", "post", "comb", "streams")
+    for block in (256, 1024):
+        signature = {name: types[name] for name in names}
+        constants = {"D": 5120, "BD": block}
+        cases.append(AotCase(f"expand {block}", hyper_connection_expand, signature, constants, block // 256, aligned=names))
     return cases
