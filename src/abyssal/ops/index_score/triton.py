@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Index scores read straight from pages: one launch over all sequences, work split by the lengths that the GPU holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Top-k on the GPU in one program per row: first among maxima of groups, then among the entries of the best groups.
 
 The k best entries of a row lie in the k groups whose maxima are best (ties: lowest group): each of these groups holds an entry that
