@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 from index_inputs import PAGE, Paged, random_paged
 from timing import COPY_BANDWIDTH, median_us
-from triton.runtime.errors import TritonError
+from triton.errors import TritonError
 
 from abyssal.kv import codec, layouts
 from abyssal.ops.index_score.triton import ScoreConfig, index_score, score_config
 
+FAILURES = (TritonError, RuntimeError, ValueError, TypeError, AssertionError, ImportError)
 ROWS = [(1, 262144, 64), (4, 262144, 64), (32, 32768, 64), (128, 8192, 64), (1, 1048576, 32), (32, 32768, 32)]
 TUNED = ROWS[:2]  # rows on which every launch config runs
 COLD_BYTES = 180e6
@@ -87,13 +88,7 @@ def main() -> None:
                     result["warm_us"] = median_us(call, [inputs[0].arrays])
                     result["cold_us"] = median_us(call, [p.arrays for p in inputs])
                     result["roof_us"] = size / COPY_BANDWIDTH * 1e6
-                except (
-                    RuntimeError,
-                    ValueError,
-                    TypeError,
-                    AssertionError,
-                    ImportError,
-                ) as failure:  # one kernel's failure must not hide the others' times
+                except FAILURES as failure:  # one kernel's failure must not hide the others' times
                     result["failure"] = f"{type(failure).__name__}: {failure}"[:90]
                 results.append(result)
             del sets, calls

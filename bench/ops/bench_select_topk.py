@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 from index_inputs import PAGE, random_paged
 from timing import COPY_BANDWIDTH, median_us
-from triton.runtime.errors import TritonError
+from triton.errors import TritonError
 
 from abyssal.kv import layouts
 from abyssal.ops.index_score.triton import index_score
 from abyssal.ops.select_topk import select_topk as reference
 from abyssal.ops.select_topk.triton import GROUP, SelectConfig, select_config, select_topk
 
+FAILURES = (TritonError, RuntimeError, ValueError, TypeError, AssertionError, ImportError)
 ROWS = [
     (1, 262144, 512),
     (4, 262144, 512),
@@ -43,13 +44,7 @@ def measure(name: str, row: str, call: Callable[..., torch.Tensor], inputs: list
             result["failure"] = "WRONG entries"
             return result
         result["us"] = median_us(call, inputs)
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        AssertionError,
-        ImportError,
-    ) as failure:  # one kernel's failure must not hide the others' times
+    except FAILURES as failure:  # one kernel's failure must not hide the others' times
         result["failure"] = f"{type(failure).__name__}: {failure}"[:90]
     return result
 
