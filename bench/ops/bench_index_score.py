@@ -18,7 +18,8 @@ from timing import COPY_BANDWIDTH, median_us
 from triton.errors import TritonError
 
 from abyssal.kv import codec, layouts
-from abyssal.ops.index_score.triton import ScoreConfig, index_score, score_config
+from abyssal.ops.index_score import gluon, triton
+from abyssal.ops.index_score._paged import GROUP
 
 FAILURES = (TritonError, RuntimeError, ValueError, TypeError, AssertionError, ImportError)
 ROWS = [(1, 262144, 64), (4, 262144, 64), (32, 32768, 64), (128, 8192, 64), (1, 1048576, 32), (32, 32768, 32)]
@@ -26,14 +27,24 @@ TUNED = ROWS[:2]  # rows on which every launch config runs
 COLD_BYTES = 180e6
 
 
-def configs(layout: str, row: tuple[int, int, int]) -> dict[str, ScoreConfig | None]:
-    n, _, heads = row
+def kernels(layout: str, row: tuple[int, int, int]) -> dict[str, Callable[..., torch.Tensor]]:
+    n, entries, heads = row
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    chosen = {"triton": score_config(layout, n, 1, heads, count)}
+    options = {"layout": layouts.get(layout), "entries_per_page": PAGE, "num_entries": entries}
+    maxima = {"maxima": torch.empty(n, 1, entries // GROUP, device="cuda")}
+    chosen = {
+        "gluon": functools.partial(gluon.index_score, **options, **maxima),
+        "gluon, no maxima": functools.partial(gluon.index_score, **options),
+        "triton": functools.partial(triton.index_score, **options, **maxima),
+    }
     if row in TUNED:
+        for copies in (2, 3, 4):
+            config = gluon.ScoreConfig(programs=copies * count, queries=1)
+            chosen[f"gluon x {copies}"] = functools.partial(gluon.index_score, **options, **maxima, config=config)
         for stages in (6, 10):
-            for copies in (2, 3, 4, 6):
-                chosen[f"triton {copies} x {stages}"] = ScoreConfig(programs=copies * count, queries=1, warps=4, stages=stages)
+            for copies in (2, 3, 4):
+                config = triton.ScoreConfig(programs=copies * count, queries=1, warps=4, stages=stages)
+                chosen[f"triton x {copies}, {stages}"] = functools.partial(triton.index_score, **options, **maxima, config=config)
     return chosen
 
 
@@ -72,10 +83,7 @@ def main() -> None:
             record = layouts.get(layout)
             size = n * entries * (record.bytes_per_entry + 4)
             sets = [random_paged(layout, n, 1, heads, entries) for _ in range(max(2, -int(-COLD_BYTES // size)))]
-            score = functools.partial(index_score, layout=record, entries_per_page=PAGE, num_entries=entries)
-            maxima = torch.empty(n, 1, entries // 16, device="cuda")
-            calls = {name: (functools.partial(score, config=c, maxima=maxima), sets) for name, c in configs(layout, row).items()}
-            calls["triton, no maxima"] = (score, sets)
+            calls = {name: (call, sets) for name, call in kernels(layout, row).items()}
             if layout == "index_fp8":
                 plain = [random_paged(layout, n, 1, heads, entries, page_bytes=8448) for _ in sets]
                 calls["deep_gemm"] = (None, plain)

@@ -17,7 +17,7 @@ from timing import COPY_BANDWIDTH, median_us
 from triton.errors import TritonError
 
 from abyssal.kv import layouts
-from abyssal.ops.index_score.triton import index_score
+from abyssal.ops.index_score.gluon import index_score
 from abyssal.ops.select_topk import select_topk as reference
 from abyssal.ops.select_topk.triton import GROUP, SelectConfig, select_config, select_topk
 

@@ -6,7 +6,7 @@ import torch
 from index_inputs import BUCKET_BYTES, PAGE, random_paged
 
 from abyssal.kv import layouts
-from abyssal.ops.index_score.triton import index_score
+from abyssal.ops.index_score import gluon, triton
 from abyssal.ops.select_topk.triton import GROUP, SelectConfig, select_topk
 
 
@@ -18,9 +18,10 @@ def main() -> None:
                 paged.visible.fill_(lengths)
                 paged.visible[0] = min(lengths, 65)
                 maxima = torch.empty(n, b, entries // GROUP, device="cuda")
-                scores = index_score(
-                    *paged.arrays, layout=layouts.get(name), entries_per_page=PAGE, num_entries=entries, maxima=maxima
-                )
+                for kernel in (gluon, triton):
+                    scores = kernel.index_score(
+                        *paged.arrays, layout=layouts.get(name), entries_per_page=PAGE, num_entries=entries, maxima=maxima
+                    )
                 for levels in (1, 2, 3):
                     given = maxima if levels == 2 else None
                     config = SelectConfig(levels, warps=4)

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-
-KEYS_PER_TILE = 64  # a page of a whole-context index kind; one warpgroup's rows of a matrix product
-GROUP = 16  # entries per maximum: the 16 rows of a tile that one warp holds, so that no maximum crosses warps
-QUERY_DTYPES = {"index_fp8": torch.float8_e4m3fn, "index_mxfp4": torch.bfloat16, "index_bf16": torch.bfloat16}
+from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES, check, multiprocessors
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class ScoreConfig:
 
 def score_config(layout: str, n: int, b: int, heads: int, multiprocessors: int) -> ScoreConfig:
     """Decode: a query per tile and four programs per multiprocessor, whose copies together hide the latency of memory."""
-    queries = max(1, min(4, triton.next_power_of_2(b), 256 // heads))
+    queries = max(1, min(4, triton.next_power_of_2(b), 128 // heads))
     return ScoreConfig(programs=multiprocessors * (4 if queries == 1 else 2), queries=queries, warps=4, stages=8)
 
 
@@ -182,29 +179,14 @@ def index_score(
     Returns:
         fp32 [n, b, N]; entries at and beyond `visible` are not written.
     """
+    check(q, weights, pool, page_table, visible, layout, entries_per_page, num_entries, maxima)
     n, b, heads, dim = q.shape
-    if layout.name not in QUERY_DTYPES:
-        raise ValueError(f"index_score reads {', '.join(QUERY_DTYPES)}, not {layout.name}")
-    if q.dtype != QUERY_DTYPES[layout.name]:
-        raise ValueError(f"{layout.name} keys need {QUERY_DTYPES[layout.name]} queries, got {q.dtype}")
-    if dim != layout.dim or dim != 128:
-        raise ValueError(f"index_score needs queries and keys of 128 values, got {dim} and {layout.dim}")
-    if entries_per_page != KEYS_PER_TILE:
-        raise ValueError(f"index_score needs pages of {KEYS_PER_TILE} entries, got {entries_per_page}")
-    if heads not in (8, 16, 32, 64):
-        raise ValueError(f"index_score needs 8, 16, 32 or 64 heads, got {heads}")
-    if pool.shape[1] < layout.page_bytes(entries_per_page) or pool.shape[1] % 16 or not pool.is_contiguous():
-        raise ValueError(f"pages of {tuple(pool.shape)} bytes do not hold {layout.name}")
-    if page_table.shape[1] * entries_per_page < num_entries:
-        raise ValueError(f"{num_entries} entries need {-(-num_entries // entries_per_page)} pages, got {page_table.shape[1]}")
-    assert q.is_contiguous() and weights.is_contiguous() and visible.is_contiguous() and page_table.stride(1) == 1
-    assert weights.dtype == torch.float32 and visible.dtype == torch.int32 and page_table.dtype == torch.int32
     if out is None:
         out = torch.empty(n, b, num_entries, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out
-    assert out.is_contiguous() and (maxima is None or maxima.is_contiguous())
-    config = config or score_config(layout.name, n, b, heads, _multiprocessors(q))
+    assert out.is_contiguous() and out.shape == (n, b, num_entries)
+    config = config or score_config(layout.name, n, b, heads, multiprocessors(q))
     rows = n * -(-b // config.queries)
     _index_score_kernel[(config.programs,)](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
@@ -235,40 +217,32 @@ def index_score(
     return out
 
 
-def _multiprocessors(tensor: Tensor) -> int:
-    """Of the tensor's device; a few where the kernel runs in the interpreter."""
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 2
-
-
 def aot_cases() -> list[AotCase]:
     """Every layout, decode and prefill."""
     pointers = {"weights": "*fp32", "pool": "*u8", "page_table": "*i32", "visible": "*i32", "out": "*fp32", "maxima": "*fp32"}
     scalars = ("page_bytes", "table_stride", "out_stride", "maxima_stride", "num_rows", "b", "num_entries")
     cases = []
     for layout in QUERY_DTYPES:
-        for heads, b in ((64, 1), (32, 1), (8, 1), (64, 64), (32, 64)):
+        for heads, b, rows in ((64, 1, 128), (32, 1, 1), (8, 1, 1), (64, 64, 128), (32, 64, 128)):
             config = score_config(layout, 1, b, heads, 132)
-            for rows in (1, 128):
-                if b > 1 and rows == 1:
-                    continue
-                cases.append(
-                    AotCase(
-                        name=f"index_score[{layout},heads={heads},queries={config.queries},rows={rows}]",
-                        kernel=_index_score_kernel,
-                        signature={"q": "*u8" if layout == "index_fp8" else "*bf16", **pointers, **dict.fromkeys(scalars, "i32")},
-                        constants={
-                            "LAYOUT": layout,
-                            "HEADS": heads,
-                            "DIM": 128,
-                            "QUERIES": config.queries,
-                            "ROWS": rows,
-                            "KEYS": KEYS_PER_TILE,
-                            "GROUP": GROUP,
-                            "MAXIMA": True,
-                            "STAGES": config.stages,
-                        },
-                        num_warps=config.warps,
-                        aligned=("q", *pointers, "page_bytes", "out_stride", "maxima_stride"),
-                    )
+            cases.append(
+                AotCase(
+                    name=f"index_score[{layout},heads={heads},queries={config.queries},rows={rows}]",
+                    kernel=_index_score_kernel,
+                    signature={"q": "*u8" if layout == "index_fp8" else "*bf16", **pointers, **dict.fromkeys(scalars, "i32")},
+                    constants={
+                        "LAYOUT": layout,
+                        "HEADS": heads,
+                        "DIM": 128,
+                        "QUERIES": config.queries,
+                        "ROWS": rows,
+                        "KEYS": KEYS_PER_TILE,
+                        "GROUP": GROUP,
+                        "MAXIMA": True,
+                        "STAGES": config.stages,
+                    },
+                    num_warps=config.warps,
+                    aligned=("q", *pointers, "page_bytes", "out_stride", "maxima_stride"),
                 )
+            )
     return cases
