@@ -92,7 +92,12 @@ def _check_keys(name: str, keys: KeyList, tokens: int) -> None:
     if count < 1 or pages.shape[1] < count * layout.bytes_per_entry:
         raise ValueError(f"{name}: {count} records of {layout.name!r} do not fit a page of {pages.shape[1]} bytes")
     slots, lengths = keys.slots, keys.lengths
-    if slots.dtype != torch.int32 or slots.dim() != 2 or slots.shape[0] != tokens or (slots.shape[1] > 1 and slots.stride(1) != 1):
+    if (
+        slots.dtype != torch.int32
+        or slots.dim() != 2
+        or slots.shape[0] != tokens
+        or (slots.shape[1] > 1 and slots.stride(1) != 1)
+    ):
         raise ValueError(f"{name}: slots must be int32 [{tokens}, K], rows contiguous, not {slots.dtype} {list(slots.shape)}")
     if lengths.dtype != torch.int32 or lengths.shape != (tokens,) or not lengths.is_contiguous():
         raise ValueError(f"{name}: lengths must be int32 [{tokens}], not {lengths.dtype} {list(lengths.shape)}")

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from abyssal.kv import layouts
 from abyssal.ops._aot import HOPPER, AotCase
-from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys, traits
+from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys
 from abyssal.ops.sparse_attention.triton import FIXED_SPLIT_BLOCKS, LOG2_E, best_split, combine, multiprocessors, new_partial
 
 BLOCK_HEADS = 64  # rows of one wgmma
@@ -73,14 +73,15 @@ def sparse_attention(
         lse,
         partial.out,
         partial.lse,
-        H=heads,
+        heads,
+        splits.count,
+        splits.blocks or 0,
         D=HEAD_DIM,
-        WINDOW=window.records.layout.name,
-        ENTRIES=entries.records.layout.name,
+        WINDOW=window.records.layout,
+        ENTRIES=entries.records.layout,
         WINDOW_PER_PAGE=window.records.entries_per_page,
         ENTRIES_PER_PAGE=entries.records.entries_per_page,
-        COUNT=splits.count,
-        SPLIT_BLOCKS=splits.blocks or 0,
+        PARTIAL=splits.count > 1,
         num_warps=NUM_WARPS,
     )
     if splits.count > 1:
@@ -102,7 +103,7 @@ SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["count", "split_blocks"])
 def attend_kernel(
     q,
     q_stride_t,
@@ -125,36 +126,32 @@ def attend_kernel(
     lse,
     partial_out,
     partial_lse,
-    H: gl.constexpr,
+    H,
+    count,
+    split_blocks,
     D: gl.constexpr,
     WINDOW: gl.constexpr,
     ENTRIES: gl.constexpr,
     WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
-    COUNT: gl.constexpr,
-    SPLIT_BLOCKS: gl.constexpr,
+    PARTIAL: gl.constexpr,
 ):
     """One block of heads of one token over one split of its key blocks, as `attend_kernel` in Triton.
 
     While the tensor cores add block i to the output, the warps convert block i + 1 into the other half of shared memory, and the
     codes of block i + 2 are on their way into registers.
     """
-    HEAD_BLOCKS: gl.constexpr = (H + 63) // 64
+    head_blocks = (H + 63) // 64
     program = gl.program_id(0)
-    first_head = program % HEAD_BLOCKS * 64
-    split = program // HEAD_BLOCKS % COUNT
-    token = program // (HEAD_BLOCKS * COUNT)
+    first_head = program % head_blocks * 64
+    split = program // head_blocks % count
+    token = program // (head_blocks * count)
 
     window_length = gl.load(window_lengths + token)
     entry_length = gl.load(entry_lengths + token)
     window_blocks = (window_length + 63) // 64
     blocks = window_blocks + (entry_length + 63) // 64
-    if SPLIT_BLOCKS > 0:
-        first = split * SPLIT_BLOCKS
-        last = gl.minimum(first + SPLIT_BLOCKS, blocks)
-    else:
-        first = blocks * split // COUNT
-        last = blocks * (split + 1) // COUNT
+    first, last = split_range(split, blocks, count, split_blocks)
     window_row = window_slots + token.to(gl.int64) * window_slots_stride
     entry_row = entry_slots + token.to(gl.int64) * entry_slots_stride
 
@@ -218,25 +215,36 @@ def attend_kernel(
     b_lse = top + gl.log2(total)  # -inf without keys
     factor = 1.0 / gl.where(total > 0, total, 1.0)
     heads = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    if COUNT == 1:
+    if not PARTIAL:
         b_sink = gl.load(sink + heads, mask=heads < H, other=0.0)
         share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
         factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
         gl.store(lse + token.to(gl.int64) * H + heads, b_lse * 0.6931471805599453, mask=heads < H)
     else:
-        gl.store(partial_lse + (token.to(gl.int64) * COUNT + split) * H + heads, b_lse, mask=heads < H)
+        gl.store(partial_lse + (token.to(gl.int64) * count + split) * H + heads, b_lse, mask=heads < H)
     acc = warpgroup_mma_wait(0, deps=[acc])
     acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), 1)
 
     rows = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
     columns = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT)), 0)
     in_range = gl.expand_dims(rows < H, 1)
-    if COUNT == 1:
+    if not PARTIAL:
         out_rows = out + token.to(gl.int64) * out_stride_t + rows.to(gl.int64) * out_stride_h
         gl.store(gl.expand_dims(out_rows, 1) + columns, acc.to(out.dtype.element_ty), mask=in_range)
     elif last > first:  # `combine_kernel` does not read parts without keys
-        out_rows = partial_out + ((token.to(gl.int64) * COUNT + split) * H + rows) * D
+        out_rows = partial_out + ((token.to(gl.int64) * count + split) * H + rows) * D
         gl.store(gl.expand_dims(out_rows, 1) + columns, acc, mask=in_range)
+
+
+@gluon.jit
+def split_range(split, blocks, count, split_blocks):
+    """First and last + 1 block of a split: a fixed number of blocks each, or evenly (`split_blocks` 0)."""
+    first = blocks * split // count
+    last = blocks * (split + 1) // count
+    if split_blocks > 0:
+        first = split * split_blocks
+        last = gl.minimum(first + split_blocks, blocks)
+    return first, last
 
 
 @gluon.jit
@@ -294,46 +302,42 @@ def load_codes(
 @gluon.jit
 def load_records(slots, pages, page_stride, LAYOUT: gl.constexpr, PER_PAGE: gl.constexpr):
     wide, narrow = slots
-    if LAYOUT == "v4":
-        w0 = load_words(wide, pages, page_stride, PER_PAGE, 576, 0, WIDE)
-        w1 = load_words(wide, pages, page_stride, PER_PAGE, 576, 128, WIDE)
-        w2 = load_words(wide, pages, page_stride, PER_PAGE, 576, 256, WIDE)
-        w3 = load_words(narrow, pages, page_stride, PER_PAGE, 576, 384, NARROW)
-        rest = load_words(wide, pages, page_stride, PER_PAGE, 576, 448, WIDE)
-        s0 = load_scales(wide, pages, page_stride, PER_PAGE, 576, 8, 0, 4, gl.uint8, WIDE)
-        s1 = load_scales(wide, pages, page_stride, PER_PAGE, 576, 8, 2, 4, gl.uint8, WIDE)
-        s2 = load_scales(wide, pages, page_stride, PER_PAGE, 576, 8, 4, 4, gl.uint8, WIDE)
-        s3 = load_scales(narrow, pages, page_stride, PER_PAGE, 576, 8, 6, 4, gl.uint8, NARROW)
-    elif LAYOUT == "v41":
-        w0 = load_words(wide, pages, page_stride, PER_PAGE, 512, 0, WIDE)
-        w1 = load_words(wide, pages, page_stride, PER_PAGE, 512, 128, WIDE)
-        w2 = load_words(wide, pages, page_stride, PER_PAGE, 512, 256, WIDE)
-        w3 = load_words(wide, pages, page_stride, PER_PAGE, 512, 384, WIDE)
+    w0 = load_words(wide, pages, page_stride, PER_PAGE, LAYOUT, 0, WIDE)
+    w1 = load_words(wide, pages, page_stride, PER_PAGE, LAYOUT, 128, WIDE)
+    if LAYOUT.name == "v4":
+        w2 = load_words(wide, pages, page_stride, PER_PAGE, LAYOUT, 256, WIDE)
+        w3 = load_words(narrow, pages, page_stride, PER_PAGE, LAYOUT, 384, NARROW)
+        rest = load_words(wide, pages, page_stride, PER_PAGE, LAYOUT, 448, WIDE)
+        s0 = load_scales(wide, pages, page_stride, PER_PAGE, LAYOUT, 0, 4, gl.uint8, WIDE)
+        s1 = load_scales(wide, pages, page_stride, PER_PAGE, LAYOUT, 2, 4, gl.uint8, WIDE)
+        s2 = load_scales(wide, pages, page_stride, PER_PAGE, LAYOUT, 4, 4, gl.uint8, WIDE)
+        s3 = load_scales(narrow, pages, page_stride, PER_PAGE, LAYOUT, 6, 4, gl.uint8, NARROW)
+    elif LAYOUT.name == "v41":
+        w2 = load_words(wide, pages, page_stride, PER_PAGE, LAYOUT, 256, WIDE)
+        w3 = load_words(wide, pages, page_stride, PER_PAGE, LAYOUT, 384, WIDE)
         rest = w0
-        s0 = load_scales(wide, pages, page_stride, PER_PAGE, 512, 16, 0, 2, gl.uint8, WIDE)
-        s1 = load_scales(wide, pages, page_stride, PER_PAGE, 512, 16, 4, 2, gl.uint8, WIDE)
-        s2 = load_scales(wide, pages, page_stride, PER_PAGE, 512, 16, 8, 2, gl.uint8, WIDE)
-        s3 = load_scales(wide, pages, page_stride, PER_PAGE, 512, 16, 12, 2, gl.uint8, WIDE)
+        s0 = load_scales(wide, pages, page_stride, PER_PAGE, LAYOUT, 0, 2, gl.uint8, WIDE)
+        s1 = load_scales(wide, pages, page_stride, PER_PAGE, LAYOUT, 4, 2, gl.uint8, WIDE)
+        s2 = load_scales(wide, pages, page_stride, PER_PAGE, LAYOUT, 8, 2, gl.uint8, WIDE)
+        s3 = load_scales(wide, pages, page_stride, PER_PAGE, LAYOUT, 12, 2, gl.uint8, WIDE)
     else:
-        gl.static_assert(LAYOUT == "v41_fp4")
-        w0 = load_words(wide, pages, page_stride, PER_PAGE, 256, 0, WIDE)
-        w1 = load_words(wide, pages, page_stride, PER_PAGE, 256, 128, WIDE)
+        gl.static_assert(LAYOUT.name == "v41_fp4")
         w2, w3, rest = w0, w0, w0
-        s0 = load_scales(wide, pages, page_stride, PER_PAGE, 256, 32, 0, 1, gl.uint16, WIDE)
-        s1 = load_scales(wide, pages, page_stride, PER_PAGE, 256, 32, 16, 1, gl.uint16, WIDE)
+        s0 = load_scales(wide, pages, page_stride, PER_PAGE, LAYOUT, 0, 1, gl.uint16, WIDE)
+        s1 = load_scales(wide, pages, page_stride, PER_PAGE, LAYOUT, 16, 1, gl.uint16, WIDE)
         s2, s3 = s0, s0
     return w0, w1, w2, w3, rest, s0, s1, s2, s3
 
 
 @gluon.jit
 def load_words(
-    slot, pages, page_stride, PER_PAGE: gl.constexpr, DATA_BYTES: gl.constexpr, OFFSET: gl.constexpr, LAYOUT: gl.constexpr
+    slot, pages, page_stride, PER_PAGE: gl.constexpr, RECORD: gl.constexpr, OFFSET: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """Bytes [OFFSET, OFFSET + 16 V) of each key's data row: int32 [64, V, 4], V threads of a row."""
     V: gl.constexpr = LAYOUT.threads_per_warp[1]
     there = slot >= 0
     slot = gl.maximum(slot, 0)
-    data = pages + (slot // PER_PAGE).to(gl.int64) * page_stride + (slot % PER_PAGE * DATA_BYTES + OFFSET)
+    data = pages + (slot // PER_PAGE).to(gl.int64) * page_stride + (slot % PER_PAGE * RECORD.data_bytes + OFFSET)
     rows = gl.expand_dims(gl.expand_dims(data.to(gl.pointer_type(gl.int32)), 1), 2)
     v = gl.expand_dims(gl.expand_dims(gl.arange(0, V, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
     w = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
@@ -342,14 +346,18 @@ def load_words(
 
 @gluon.jit
 def load_scales(
-    slot, pages, page_stride, PER_PAGE: gl.constexpr, DATA_BYTES: gl.constexpr, SCALE_BYTES: gl.constexpr,
-    FIRST: gl.constexpr, THREADS: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.constexpr,
+    slot, pages, page_stride, PER_PAGE: gl.constexpr, RECORD: gl.constexpr, FIRST: gl.constexpr,
+    THREADS: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The scale byte (uint8) or two (uint16) of each thread's 16 bytes: int32 [64, V]; THREADS share one, from byte FIRST on."""
     V: gl.constexpr = LAYOUT.threads_per_warp[1]
     there = slot >= 0
     slot = gl.maximum(slot, 0)
-    scales = pages + (slot // PER_PAGE).to(gl.int64) * page_stride + (PER_PAGE * DATA_BYTES + slot % PER_PAGE * SCALE_BYTES + FIRST)
+    scales = (
+        pages
+        + (slot // PER_PAGE).to(gl.int64) * page_stride
+        + (PER_PAGE * RECORD.data_bytes + slot % PER_PAGE * RECORD.scale_bytes + FIRST)
+    )
     rows = gl.expand_dims(scales.to(gl.pointer_type(TYPE)), 1)
     v = gl.expand_dims(gl.arange(0, V, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
     return gl.load(rows + v // THREADS, mask=gl.expand_dims(there, 1), other=0).to(gl.int32)
@@ -359,9 +367,7 @@ def load_scales(
 def convert(block, window_blocks, raw, k_smem, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
     """Write a block's records as bf16 [64, 512] into shared memory."""
     words = k_smem._reinterpret(gl.int32, [64, 256], SHARED_WORDS)
-    if WINDOW == ENTRIES:
-        convert_records(raw, words, WINDOW)
-    elif block < window_blocks:
+    if WINDOW.name == ENTRIES.name or block < window_blocks:
         convert_records(raw, words, WINDOW)
     else:
         convert_records(raw, words, ENTRIES)
@@ -370,14 +376,14 @@ def convert(block, window_blocks, raw, k_smem, WINDOW: gl.constexpr, ENTRIES: gl
 @gluon.jit
 def convert_records(raw, words, LAYOUT: gl.constexpr):
     w0, w1, w2, w3, rest, s0, s1, s2, s3 = raw
-    if LAYOUT == "v41_fp4":
+    if LAYOUT.name == "v41_fp4":
         convert_e2m1(w0, s0, words.slice(0, 128, dim=1))
         convert_e2m1(w1, s1, words.slice(128, 128, dim=1))
     else:
         convert_e4m3(w0, s0, words.slice(0, 64, dim=1))
         convert_e4m3(w1, s1, words.slice(64, 64, dim=1))
         convert_e4m3(w2, s2, words.slice(128, 64, dim=1))
-        if LAYOUT == "v4":
+        if LAYOUT.name == "v4":
             convert_e4m3(w3, s3, words.slice(192, 32, dim=1))
             words.slice(224, 32, dim=1).store(gl.reshape(rest, [64, 32]))
         else:
@@ -483,11 +489,11 @@ def aot_cases() -> list[AotCase]:
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
     pointers |= dict.fromkeys(("sink", "lse", "partial_out", "partial_lse"), "*fp32")
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
-    signature = pointers | dict.fromkeys((*numbers, "out_stride_t", "out_stride_h"), "i32") | {"scale_log2": "fp32"}
-    aligned = tuple(name for name in signature if name != "scale_log2")
+    aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h", "H")
+    signature = pointers | dict.fromkeys((*aligned[len(pointers) :], "count", "split_blocks"), "i32") | {"scale_log2": "fp32"}
 
     def attend(pair: tuple[str, str], count: int) -> AotCase:
-        constants = {"H": 64, "D": HEAD_DIM, "WINDOW": pair[0], "ENTRIES": pair[1], "COUNT": count, "SPLIT_BLOCKS": 0}
+        constants = {"D": HEAD_DIM, "WINDOW": layouts.get(pair[0]), "ENTRIES": layouts.get(pair[1]), "PARTIAL": count > 1}
         constants |= {"WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
         name = f"sparse_attention gluon {'+'.join(pair)} splits {count}"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,))

@@ -112,12 +112,13 @@ def sparse_attention(
         lse,
         partial.out,
         partial.lse,
-        H=heads,
+        heads,
+        splits.count,
+        splits.blocks or 0,
         D=HEAD_DIM,
         WINDOW=_constants(window),
         ENTRIES=_constants(entries),
-        COUNT=splits.count,
-        SPLIT_BLOCKS=splits.blocks or 0,
+        PARTIAL=splits.count > 1,
         BLOCK_H=config.block_heads,
         BLOCK_K=config.block_keys,
         num_warps=config.num_warps,
@@ -143,7 +144,7 @@ def combine(partial: Partial, sink: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge the parts of every query, in their order, and add the sink."""
     tokens, count, heads, dim = partial.out.shape
     combine_kernel[(tokens * heads,)](
-        partial.out, partial.lse, sink, out, out.stride(0), out.stride(1), lse, H=heads, D=dim, COUNT=count, num_warps=1
+        partial.out, partial.lse, sink, out, out.stride(0), out.stride(1), lse, H=heads, D=dim, count=count, num_warps=1
     )
 
 
@@ -155,7 +156,7 @@ def _constants(keys: KeyList) -> tuple[int, ...]:
     return keys.records.entries_per_page, *traits(keys.records.layout).values()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "split_blocks"])
 def attend_kernel(
     q,
     q_stride_t,
@@ -178,28 +179,32 @@ def attend_kernel(
     lse,
     partial_out,
     partial_lse,
-    H: tl.constexpr,
+    H,
+    count,
+    split_blocks,
     D: tl.constexpr,
     WINDOW: tl.constexpr,  # entries per page, then the layout's traits
     ENTRIES: tl.constexpr,
-    COUNT: tl.constexpr,  # splits of a token
-    SPLIT_BLOCKS: tl.constexpr,  # blocks of one split; 0: evenly
+    PARTIAL: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """One block of heads of one token over one split of its key blocks: those of the window first, then the selected ones."""
-    HEAD_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    head_blocks = (H + BLOCK_H - 1) // BLOCK_H
     program = tl.program_id(0)
-    heads = program % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
-    split = program // HEAD_BLOCKS % COUNT
-    token = program // (HEAD_BLOCKS * COUNT)
+    heads = program % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    split = program // head_blocks % count
+    token = program // (head_blocks * count)
 
     window_length = tl.load(window_lengths + token)
     entry_length = tl.load(entry_lengths + token)
     window_blocks = (window_length + BLOCK_K - 1) // BLOCK_K
     blocks = window_blocks + (entry_length + BLOCK_K - 1) // BLOCK_K
-    first = split * SPLIT_BLOCKS if SPLIT_BLOCKS > 0 else blocks * split // COUNT
-    last = tl.minimum(first + SPLIT_BLOCKS, blocks) if SPLIT_BLOCKS > 0 else blocks * (split + 1) // COUNT
+    first = blocks * split // count
+    last = blocks * (split + 1) // count
+    if split_blocks > 0:
+        first = split * split_blocks
+        last = tl.minimum(first + split_blocks, blocks)
 
     d = tl.arange(0, D)
     q_rows = q + token.to(tl.int64) * q_stride_t + heads.to(tl.int64) * q_stride_h
@@ -220,30 +225,30 @@ def attend_kernel(
     b_lse = top + tl.log2(total)  # -inf without keys
     b_out = acc / tl.where(total > 0, total, 1.0)[:, None]
     in_range = heads < H
-    if COUNT == 1:
+    if not PARTIAL:
         b_out *= sink_share(b_lse, tl.load(sink + heads, mask=in_range, other=0.0))[:, None]
         out_rows = out + token.to(tl.int64) * out_stride_t + heads.to(tl.int64) * out_stride_h
         tl.store(out_rows[:, None] + d, b_out.to(out.dtype.element_ty), mask=in_range[:, None])
         tl.store(lse + token.to(tl.int64) * H + heads, b_lse * 0.6931471805599453, mask=in_range)
     else:
-        rows = (token.to(tl.int64) * COUNT + split) * H + heads
+        rows = (token.to(tl.int64) * count + split) * H + heads
         tl.store(partial_lse + rows, b_lse, mask=in_range)
         if last > first:  # `combine_kernel` does not read parts without keys
             tl.store(partial_out + rows[:, None] * D + d, b_out, mask=in_range[:, None])
 
 
-@triton.jit
-def combine_kernel(partial_out, partial_lse, sink, out, out_stride_t, out_stride_h, lse, H: tl.constexpr, D: tl.constexpr, COUNT):
+@triton.jit(do_not_specialize=["count"])
+def combine_kernel(partial_out, partial_lse, sink, out, out_stride_t, out_stride_h, lse, H: tl.constexpr, D: tl.constexpr, count):
     """Weighted mean of the parts of one head of one token, in the order of the splits: empty parts change no bit."""
     token, head = tl.program_id(0) // H, tl.program_id(0) % H
-    first = token.to(tl.int64) * COUNT * H + head
+    first = token.to(tl.int64) * count * H + head
     top = tl.full([], float("-inf"), tl.float32)
-    for split in range(COUNT):
+    for split in range(count):
         top = tl.maximum(top, tl.load(partial_lse + first + split * H))
     base = tl.where(top == float("-inf"), 0.0, top)
     d = tl.arange(0, D)
     acc, total = tl.zeros([D], tl.float32), tl.zeros([], tl.float32)
-    for split in range(COUNT):
+    for split in range(count):
         weight = tl.exp2(tl.load(partial_lse + first + split * H) - base)
         acc += weight * tl.load(partial_out + (first + split * H) * D + d, mask=weight > 0, other=0.0)
         total += weight
@@ -342,20 +347,25 @@ def aot_cases() -> list[AotCase]:
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
     pointers |= dict.fromkeys(("sink", "lse", "partial_out", "partial_lse"), "*fp32")
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
-    signature = pointers | dict.fromkeys((*numbers, "out_stride_t", "out_stride_h"), "i32") | {"scale_log2": "fp32"}
-    aligned = tuple(name for name in signature if name != "scale_log2")
+    aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h", "H")
+    signature = pointers | dict.fromkeys((*aligned[len(pointers) :], "count", "split_blocks"), "i32") | {"scale_log2": "fp32"}
 
     def attend(heads: int, pair: tuple[str, str], count: int) -> AotCase:
         records = [(64, *traits(layouts.get(name)).values()) for name in pair]
         config = launch_config(1, heads, (128, 512), 132)
-        constants = {"H": heads, "D": HEAD_DIM, "WINDOW": records[0], "ENTRIES": records[1], "COUNT": count, "SPLIT_BLOCKS": 0}
+        constants = {"D": HEAD_DIM, "WINDOW": records[0], "ENTRIES": records[1], "PARTIAL": count > 1}
         constants |= {"BLOCK_H": config.block_heads, "BLOCK_K": config.block_keys}
         name = f"sparse_attention {'+'.join(pair)} h{heads} splits {count}"
         return AotCase(name, attend_kernel, signature, constants, config.num_warps, config.num_stages, aligned)
 
-    parts = {n: t for n, t in signature.items() if n in combine_kernel.arg_names} | {"COUNT": "i32"}
+    parts = {n: t for n, t in signature.items() if n in combine_kernel.arg_names and n != "H"}
     merge = AotCase(
-        "sparse_attention combine", combine_kernel, parts, {"H": 64, "D": HEAD_DIM}, 1, aligned=tuple(n for n in parts if n != "COUNT")
+        "sparse_attention combine",
+        combine_kernel,
+        parts,
+        {"H": 64, "D": HEAD_DIM},
+        1,
+        aligned=tuple(n for n in parts if n != "count"),
     )
     cases = [attend(64, pair, count) for pair in PAIRS for count in (1, 2)]
     return [*cases, attend(4, PAIRS[1], 1), merge]
