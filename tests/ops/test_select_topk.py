@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from abyssal.ops.select_topk import candidate_mask, select_topk
 from abyssal.ops.select_topk.triton import SelectConfig, select_config
 from abyssal.ops.select_topk.triton import select_topk as select_topk_kernel
-from tests.support.interpreter import complete_interpreter
 
 
 def slow(scores: list[float], visible: int, k: int) -> list[int]:
@@ -110,14 +109,6 @@ def test_candidate_blocks_per_query():
     assert [row.nonzero().flatten().tolist() for row in mask[0]] == [[], [0, 1, 2, 3, 8], [0, 1, 2, 3, 20, 21, 22, 23]]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def whole_interpreter():
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE == "cpu":
-            complete_interpreter(patch)
-        yield
 
 
 def check_kernel(scores: torch.Tensor, visible: torch.Tensor, k: int, **options) -> None:
