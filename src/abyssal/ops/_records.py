@@ -143,8 +143,12 @@ def e4m3_codes(x):
 
 @triton.jit
 def e4m3_values(codes):
-    """uint8 e4m3 codes -> fp32."""
-    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    """uint8 e4m3 codes -> fp32; 0x7f and 0xff are NaN."""
+    if INTERPRETED:
+        bits = (codes.to(tl.int32) & 0x7F) << 20 | (codes.to(tl.int32) & 0x80) << 24
+        return tl.where((codes & 0x7F) == 0x7F, float("nan"), bits.to(tl.float32, bitcast=True) * 2.0**120)
+    else:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -155,27 +159,33 @@ def e2m1_codes(x):
 
 
 @triton.jit
-def quantize(x, layout: tl.constexpr, ROWS: tl.constexpr):
-    """x [ROWS, D] -> codes uint8 [ROWS, D] (e2m1: [ROWS, D / 2], two per byte), stored scales [ROWS, D / tile] by the writer's rule.
-
-    Tiles beyond `grid.values` are computed too; the caller does not store them.
-    """
-    D: tl.constexpr = layout.dim
-    grid: tl.constexpr = layout.grid
-    kind: tl.constexpr = grid.kind
-    TILES: tl.constexpr = D // grid.tile
-    tiles = tl.reshape(x, (ROWS, TILES, grid.tile))
+def scale_tiles(x, grid: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """x [ROWS, D] over the scales of its tiles, [ROWS, D]; stored scales and their values, [ROWS, D / tile], by the writer's rule."""
+    tiles = tl.reshape(x, (ROWS, D // grid.tile, grid.tile))
     amax = tl.max(tl.abs(tiles), 2)
     if grid.scale == "e4m3":
         stored = e4m3_codes(tl.minimum(tl.maximum(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), 2.0**-9), 448.0))
         scale = e4m3_values(stored)
         scaled = tl.div_rn(tiles, tl.broadcast_to(scale[:, :, None], tiles.shape))
     else:
+        kind: tl.constexpr = grid.kind
         exponent = scale_exponent(amax, kind)
-        stored = power_of_two(exponent) if grid.scale == "fp32" else (exponent + 127).to(tl.uint8)
+        scale = power_of_two(exponent)
+        stored = scale if grid.scale == "fp32" else (exponent + 127).to(tl.uint8)
         scaled = tiles * power_of_two(-exponent)[:, :, None]
-    scaled = tl.reshape(scaled, (ROWS, D))
-    if kind == "e4m3":
+    return tl.reshape(scaled, (ROWS, D)), stored, scale
+
+
+@triton.jit
+def quantize(x, layout: tl.constexpr, ROWS: tl.constexpr):
+    """x [ROWS, D] -> codes uint8 [ROWS, D] (e2m1: [ROWS, D / 2], two per byte), stored scales [ROWS, D / tile].
+
+    Tiles beyond `grid.values` are computed too; the caller does not store them.
+    """
+    D: tl.constexpr = layout.dim
+    grid: tl.constexpr = layout.grid
+    scaled, stored, _ = scale_tiles(x, grid, ROWS, D)
+    if grid.kind == "e4m3":
         codes = e4m3_codes(scaled)
     else:
         low, high = tl.split(tl.reshape(e2m1_codes(scaled), (ROWS, D // 2, 2)))
@@ -276,5 +286,4 @@ def e8m0_values(byte):
 def e2m1_values(codes):
     """uint8 e2m1 codes 0..15 -> fp32: the code's bits placed as an fp32 exponent and mantissa, scaled by 2^126."""
     codes = codes.to(tl.int32)
-    value = ((codes & 7) << 22).to(tl.float32, bitcast=True) * 2.0**126
-    return tl.where((codes & 8) != 0, -value, value)
+    return ((codes & 7) << 22 | (codes & 8) << 28).to(tl.float32, bitcast=True) * 2.0**126
