@@ -22,6 +22,8 @@ def new_pool(layout: Layout, pages: int, entries: int = ENTRIES, padding: int = 
 def written(pool: Tensor, layout: Layout, slots: Tensor, rows: Tensor, entries: int = ENTRIES) -> Tensor:
     """`pool` [pages, bytes] with `rows` [n, dim] encoded at `slots`, on the CPU; negative slots are left out."""
     out = pool.cpu().clone()
+    if len(rows) == 0:
+        return out
     data, scales = codec.encode(layout, rows.cpu())
     for slot, d, s in zip(slots.tolist(), data, scales, strict=True):
         if slot >= 0:

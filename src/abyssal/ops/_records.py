@@ -225,6 +225,32 @@ def store_records(pages, page_bytes, slots, x, layout: tl.constexpr, ENTRIES: tl
 
 
 @triton.jit
+def finish_row(
+    x, norm, eps, rope, row, pages, page_bytes, slot, latent, stored,
+    NORM: tl.constexpr, ROPE: tl.constexpr, HADAMARD: tl.constexpr, BF16: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """The way of one row x fp32 [1, D] into its record: norm with weight, RoPE by row `row` of the table, Hadamard, pack and store.
+
+    `latent` and `stored`, where given, receive the row before RoPE and the row that was packed.
+    """
+    D: tl.constexpr = layout.dim
+    column = tl.arange(0, D)[None, :]
+    here = row.to(tl.int64) * D + column
+    if NORM:
+        x = round_like(x * rms_scale(x, D, eps) * tl.load(norm + column), BF16)
+    if latent is not None:
+        store_like(latent + here, x)
+    if ROPE > 0:
+        cos, sin = load_rope(rope, row, D, ROPE)
+        x = round_like(rotate(x, cos, sin, 1, D, ROPE), BF16)
+    if HADAMARD:
+        x = round_like(hadamard(x, 1, D), BF16)
+    if stored is not None:
+        tl.store(stored + here, x)
+    store_records(pages, page_bytes, slot, x, layout, ENTRIES, 1)
+
+
+@triton.jit
 def _store_plain(row, column, x, mask, ITEMSIZE: tl.constexpr):
     if ITEMSIZE == 4:
         tl.store(row.to(tl.pointer_type(tl.float32)) + column, x, mask=mask)

@@ -13,7 +13,7 @@ from torch import Tensor
 from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import load_rope, rms_scale, rotate, round_like, store_like, store_records, to_fp32
+from abyssal.ops._records import finish_row, load_rope, rms_scale, rotate, round_like, store_like, to_fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,43 +32,26 @@ def qkv_insert_config(tokens: int, heads: int) -> QkvInsertConfig:
 
 
 @triton.jit
-def _kv_row(
-    token, kv, kv_stride, norm, rope, pages, page_bytes, slots, stored, eps,
-    NORM: tl.constexpr, ROPE: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr, STORED: tl.constexpr,
-):  # fmt: skip
-    """Norm (optional), RoPE, pack and store of one row; `stored` receives the row that was packed."""
-    D: tl.constexpr = layout.dim
-    BF16: tl.constexpr = kv.dtype.element_ty == tl.bfloat16
-    column = tl.arange(0, D)[None, :]
-    slot = tl.load(slots + token + tl.arange(0, 1))
-    x = to_fp32(tl.load(kv + token.to(tl.int64) * kv_stride + column))
-    if NORM:
-        x = round_like(x * rms_scale(x, D, eps) * tl.load(norm + column), BF16)
-    if ROPE > 0:
-        cos, sin = load_rope(rope, token, D, ROPE)
-        x = round_like(rotate(x, cos, sin, 1, D, ROPE), BF16)
-    if STORED:
-        tl.store(stored + token.to(tl.int64) * D + column, x)
-    store_records(pages, page_bytes, slot, x, layout, ENTRIES, 1)
-
-
-@triton.jit
 def qkv_insert_kernel(
     q, q_stride_t, q_stride_h, kv, kv_stride, rope, pages, page_bytes, slots, stored, eps, tokens,
     HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
-    layout: tl.constexpr, ENTRIES: tl.constexpr, STORED: tl.constexpr,
+    layout: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Programs 0..tokens - 1: kv rows. The others: PER_PROGRAM heads of one token, in place.
 
     Without norm only the rotated tail of a query is read and written.
     """
+    D: tl.constexpr = layout.dim
+    BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16
     program = tl.program_id(0)
     if program < tokens:
-        _kv_row(program, kv, kv_stride, kv, rope, pages, page_bytes, slots, stored, eps, False, ROPE, layout, ENTRIES, STORED)
+        slot = tl.load(slots + program + tl.arange(0, 1))
+        x = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, D)[None, :]))
+        finish_row(
+            x, None, eps, rope, program, pages, page_bytes, slot, None, stored, False, ROPE, False, BF16, layout, ENTRIES
+        )  # fmt: skip
     else:
-        D: tl.constexpr = layout.dim
         WIDTH: tl.constexpr = D if NORM else ROPE
-        BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16
         tile = program - tokens
         token = tile // (HEADS // PER_PROGRAM)
         head = tile % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
@@ -82,12 +65,15 @@ def qkv_insert_kernel(
 
 @triton.jit
 def window_store_kernel(
-    kv, kv_stride, norm, rope, pages, page_bytes, slots, stored, eps,
-    NORM: tl.constexpr, ROPE: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr, STORED: tl.constexpr,
+    kv, kv_stride, norm, rope, pages, page_bytes, slots, latent, stored, eps,
+    ROPE: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    _kv_row(
-        tl.program_id(0), kv, kv_stride, norm, rope, pages, page_bytes, slots, stored, eps,
-        NORM, ROPE, layout, ENTRIES, STORED,
+    program = tl.program_id(0)
+    slot = tl.load(slots + program + tl.arange(0, 1))
+    x = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, layout.dim)[None, :]))
+    BF16: tl.constexpr = kv.dtype.element_ty == tl.bfloat16
+    finish_row(
+        x, norm, eps, rope, program, pages, page_bytes, slot, latent, stored, norm is not None, ROPE, False, BF16, layout, ENTRIES
     )  # fmt: skip
 
 
@@ -127,7 +113,7 @@ def qkv_insert(
     qkv_insert_kernel[(tokens + tokens * heads // config.heads_per_program,)](
         q, q.stride(0), q.stride(1), kv, kv.stride(0), torch.view_as_real(rope), pages, pages.stride(0), slots, stored, eps or 0.0,
         tokens, HEADS=heads, PER_PROGRAM=config.heads_per_program, NORM=eps is not None, ROPE=2 * rope.shape[1], layout=layout,
-        ENTRIES=entries_per_page, STORED=stored is not None, num_warps=1,
+        ENTRIES=entries_per_page, num_warps=1,
     )  # fmt: skip
     return q
 
@@ -142,18 +128,23 @@ def window_store(
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
+    latent: Tensor | None = None,
     stored: Tensor | None = None,
 ) -> None:
-    """Store rows kv [T, D]: normalised with weight `norm` fp32 [D] if given, rotated if `rope` is given. Arguments as `qkv_insert`."""
+    """Store rows kv [T, D]: normalised with weight `norm` fp32 [D] if given, rotated if `rope` is given. Arguments as `qkv_insert`.
+
+    Rows of any cache kind: window records, ratio-1 latents and V4.1's index keys (V4.1 spec 3.6). `latent` [T, D], in kv's dtype,
+    receives the rows before RoPE.
+    """
     tokens, dim = kv.shape
     check_rows(kv, tokens, dim, layout, rope, pages, slots, stored)
     assert norm is None or norm.shape == (dim,), f"norm is {tuple(norm.shape)} for rows of {dim}"
     if tokens == 0:
         return
     window_store_kernel[(tokens,)](
-        kv, kv.stride(0), norm, None if rope is None else torch.view_as_real(rope), pages, pages.stride(0), slots, stored, eps,
-        NORM=norm is not None, ROPE=0 if rope is None else 2 * rope.shape[1], layout=layout, ENTRIES=entries_per_page,
-        STORED=stored is not None, num_warps=1,
+        kv, kv.stride(0), norm, None if rope is None else torch.view_as_real(rope), pages, pages.stride(0), slots, latent,
+        stored, eps, ROPE=0 if rope is None else 2 * rope.shape[1], layout=layout, ENTRIES=entries_per_page,
+        num_warps=1,
     )  # fmt: skip
 
 
@@ -173,13 +164,12 @@ def check_rows(
 def aot_cases() -> list[AotCase]:
     cases = []
     rows = {
-        "kv": "*bf16", "kv_stride": "i32", "rope": "*fp32", "pages": "*u8", "page_bytes": "i32", "slots": "*i64", "stored": "*fp32",
-        "eps": "fp32",
+        "kv": "*bf16", "kv_stride": "i32", "rope": "*fp32", "pages": "*u8", "page_bytes": "i32", "slots": "*i64", "eps": "fp32",
     }  # fmt: skip
-    aligned = ("kv", "kv_stride", "rope", "pages", "page_bytes", "slots", "stored")
+    aligned = ("kv", "kv_stride", "rope", "pages", "page_bytes", "slots")
     for name in ("bf16", "v4", "v41"):
         layout = layouts.get(name)
-        common: dict[str, Any] = {"layout": layout, "ENTRIES": 64, "STORED": False, "ROPE": 64}
+        common: dict[str, Any] = {"layout": layout, "ENTRIES": 64, "ROPE": 64, "stored": None}
         for heads, norm in ((64, True), (128, True), (64, False)):
             for per_program in (1, 4):
                 cases.append(
@@ -190,11 +180,15 @@ def aot_cases() -> list[AotCase]:
                         aligned=(*aligned, "q", "q_stride_t", "q_stride_h"),
                     )
                 )  # fmt: skip
+    for name in ("bf16", "v4", "v41", "v41_fp4", "index_bf16", "index_fp8", "index_mxfp4"):
+        constants: dict[str, Any] = {"layout": layouts.get(name), "ENTRIES": 64, "latent": None, "stored": None}
         for norm, rope in ((False, 0), (False, 64), (True, 64)):
+            weight: dict[str, Any] = {} if norm else {"norm": None}
             cases.append(
                 AotCase(
-                    f"window_store {name} norm={norm} rope={rope}", window_store_kernel, rows | {"norm": "*fp32"},
-                    common | {"NORM": norm, "ROPE": rope}, num_warps=1, aligned=(*aligned, "norm"),
+                    f"window_store {name} norm={norm} rope={rope}", window_store_kernel,
+                    rows | ({"norm": "*fp32"} if norm else {}), constants | weight | {"ROPE": rope}, num_warps=1,
+                    aligned=(*aligned, "norm") if norm else aligned,
                 )
             )  # fmt: skip
     return cases
