@@ -11,8 +11,8 @@ from abyssal.kv import layouts
 from abyssal.kv.batch import Chunk, build_batch
 from abyssal.kv.pool import KVCache
 from abyssal.kv.specs import plan_caches
-from abyssal.ops.compress import compress, pool
-from abyssal.ops.compress import pool as pool_rows
+from abyssal.ops.compress import compress
+from abyssal.ops.compress import pool as weighted_pool
 from abyssal.ops.hadamard import hadamard
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.rope import rope_table, rotate
@@ -86,7 +86,7 @@ def test_token_by_token(ratio):
 
 def test_absent_tokens_have_weight_zero_whatever_the_scores():
     rows = torch.cat([torch.tensor([[7.0, 7.0, -1e4, -1e4]]), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]])])
-    pooled = pool(rows, torch.tensor([[1, 0]]), overlap=True)
+    pooled = weighted_pool(rows, torch.tensor([[1, 0]]), overlap=True)
     assert pooled.tolist() == [[7.0]]
 
 
@@ -106,7 +106,14 @@ def kernel_compress(rows, norm, facts, store, cache, kind, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("c4", "bf16"), ("c4", "v4"), ("c4", "v41"), ("c4_index", "index_bf16"), ("c4_index", "index_fp8"), ("c4_index", "index_mxfp4")],
+    [
+        ("c4", "bf16"),
+        ("c4", "v4"),
+        ("c4", "v41"),
+        ("c4_index", "index_bf16"),
+        ("c4_index", "index_fp8"),
+        ("c4_index", "index_mxfp4"),
+    ],
 )
 def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
     """Two sequences at different phases, in chunks of 1 to 9 tokens: pages byte for byte, rows close to the reference."""
@@ -117,8 +124,8 @@ def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
     dim = 512 if kind == "c4" else 128
     caches = [KVCache(plan, {"main": 30, "index": 20, "small": 4}, torch.device(DEVICE)) for _ in range(2)]
     for cache in caches:
-        for pool in cache.pools.values():
-            pool.data.fill_(POISON)
+        for bucket in cache.pools.values():
+            bucket.data.fill_(POISON)
     norm = torch.rand(dim, device=DEVICE) + 0.5
     sequences = [[cache.new_sequence() for _ in range(2)] for cache in caches]
     starts = [0, 0]
@@ -137,19 +144,18 @@ def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
                 before = cache.pools[cache.specs[kind].bucket].data.clone()
                 kernel_compress(rows, norm, facts, store, cache, kind, stored=stored, **options)
                 slots, spec = facts.entry_slots[kind][0], cache.specs[kind]
-                pool = cache.pools[spec.bucket].data
                 got_state = cache.views[f"{kind}_state"].read(store.slots[0])
                 assert torch.equal(got_state, rows[store.rows])
                 before = written(before, spec.layout, slots, stored, spec.entries_per_page)
                 state = cache.specs[f"{kind}_state"]
                 before = written(before, state.layout, store.slots[0], rows[store.rows], state.entries_per_page)
-                assert torch.equal(pool.cpu(), before)
+                assert torch.equal(cache.pools[spec.bucket].data.cpu(), before)
         starts = [start + n for start, n in zip(starts, cuts, strict=True)]
         if facts.num_entries:
             # Compare what was packed with the reference's rows, recomputed without a record's rounding.
             carried = caches[0].views[f"{kind}_state"].read(facts.carried[f"{kind}_state"][0])
             empty = torch.cat([rows.new_zeros(1, 2 * dim), rows.new_full((1, 2 * dim), -torch.inf)], 1)
-            pooled = pool_rows(torch.cat([carried, rows, empty]), facts.sources, True).to(dtype)
+            pooled = weighted_pool(torch.cat([carried, rows, empty]), facts.sources, True).to(dtype)
             expected = rotate(rms_norm(pooled, norm, 1e-6).float(), facts.rope).to(dtype)
             expected = (hadamard(expected) if kind == "c4_index" else expected).float()
             size = expected.abs().amax(-1, keepdim=True)
@@ -187,7 +193,10 @@ def test_kernel_pools_pairs(layout):
     state_pool[1, 4096 : 2 * 4096] = old.view(torch.uint8)
     rows, norm = torch.randn(4, 1024, device=DEVICE), torch.rand(512, device=DEVICE) + 0.5
     sources = torch.tensor([[0, 1], [2, 3]], device=DEVICE)
-    slots, rope = torch.tensor([6, 1], device=DEVICE), rope_table(torch.tensor([10, 500]), RopeConfig(64, 160000.0, None)).to(DEVICE)
+    slots, rope = (
+        torch.tensor([6, 1], device=DEVICE),
+        rope_table(torch.tensor([10, 500]), RopeConfig(64, 160000.0, None)).to(DEVICE),
+    )
     stored = torch.empty(2, 512, device=DEVICE)
     latent = torch.empty(2, 512, dtype=torch.bfloat16, device=DEVICE)
     before, state_before = pool.clone(), state_pool.clone()
@@ -197,7 +206,7 @@ def test_kernel_pools_pairs(layout):
         kernels.Pages(pool, layout, ENTRIES), slots, rope, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
         latent=latent, stored=stored,
     )  # fmt: skip
-    expected = rms_norm(pool_rows(torch.cat([old, rows]), sources, False).bfloat16(), norm, 1e-6)
+    expected = rms_norm(weighted_pool(torch.cat([old, rows]), sources, False).bfloat16(), norm, 1e-6)
     assert ((latent.float() - expected.float()).abs() <= 2**-7 * expected.float().abs()).all()
     turned = rotate(latent.float(), rope)
     assert ((stored - turned).abs() <= 2**-8 * turned.abs().amax(-1, keepdim=True)).all()
@@ -210,7 +219,9 @@ def test_kernel_sums_open_groups_and_completes_them():
     torch.manual_seed(0)
     layout, ring, record = layouts.get("v4"), layouts.state_rows(1024), layouts.state_rows(1536)
     pool, rings, records = new_pool(layout, 1), new_pool(ring, 2, 8), new_pool(record, 3, 1)
-    sequence = torch.randn(131, 1024, device=DEVICE) * 3  # tokens 0 .. 130; the step starts at 126, rows before 118 are in the sums
+    sequence = (
+        torch.randn(131, 1024, device=DEVICE) * 3
+    )  # tokens 0 .. 130; the step starts at 126, rows before 118 are in the sums
     values, scores = sequence.double().chunk(2, 1)
 
     def summed(first, end):
@@ -229,9 +240,7 @@ def test_kernel_sums_open_groups_and_completes_them():
     slots, rope = torch.tensor([2], device=DEVICE), rope_table(torch.tensor([0]), RopeConfig(64, 160000.0, None)).to(DEVICE)
     stored, ring_slots = torch.empty(1, 512, device=DEVICE), torch.tensor([8 + p % 8 for p in range(126, 131)], device=DEVICE)
     before, ring_before = pool.clone(), rings.clone()
-    sums = kernels.Sums(
-        kernels.Pages(records, record, 1), torch.tensor([2, 2], device=DEVICE), torch.tensor([1], device=DEVICE)
-    )
+    sums = kernels.Sums(kernels.Pages(records, record, 1), torch.tensor([2, 2], device=DEVICE), torch.tensor([1], device=DEVICE))
     kernels.compress(
         rows, norm, torch.tensor([entry, opened], device=DEVICE), carried, kernels.Pages(rings, ring, 8),
         torch.arange(5, device=DEVICE), ring_slots, kernels.Pages(pool, layout, ENTRIES), slots, rope, overlap=False,

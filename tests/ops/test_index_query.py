@@ -61,7 +61,9 @@ def test_kernel_rotates_as_the_reference_does(dtype, rotate_query):
     size = expected.abs().amax(-1, keepdim=True)
     assert ((got.float() - expected).abs() <= size * (2**-8 if dtype == torch.bfloat16 else 1e-6)).all()
     torch.testing.assert_close(got_weights, folded, rtol=1e-6, atol=0)
-    if dtype == torch.bfloat16:  # a rotated value that rounds to its neighbour moves every value of the Hadamard rotation a little
+    if (
+        dtype == torch.bfloat16
+    ):  # a rotated value that rounds to its neighbour moves every value of the Hadamard rotation a little
         assert (got.float() != expected).float().mean() < 0.02
 
 

@@ -38,7 +38,9 @@ def test_bf16_runs_quantise_in_tiles_and_fp32_runs_do_not():
 
 def attention_output(tokens: int, heads: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    out = torch.randn(tokens, heads, 640, device=DEVICE) * torch.logspace(-6, 2, tokens * heads, device=DEVICE).view(tokens, heads, 1)
+    out = torch.randn(tokens, heads, 640, device=DEVICE) * torch.logspace(-6, 2, tokens * heads, device=DEVICE).view(
+        tokens, heads, 1
+    )
     out[0, 0] = 0
     return out.to(dtype)[..., 64:576], rope_table(torch.arange(tokens) * 4099, RopeConfig(64, 160000.0, None)).to(DEVICE)
 

@@ -42,4 +42,3 @@ def bf16_steps(a: Tensor, b: Tensor) -> Tensor:
         return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
     return (order(a) - order(b)).abs()
-

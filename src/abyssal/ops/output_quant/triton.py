@@ -89,7 +89,9 @@ def _launch(
     out: Tensor, rope: Tensor, grid: Grid | None, result: Tensor, scales: Tensor | None, config: OutputQuantConfig | None
 ) -> None:
     tokens, heads, dim = out.shape
-    assert out.stride(2) == 1 and dim & (dim - 1) == 0, f"heads of {dim} values with strides {out.stride()}; use backend=reference"
+    assert out.stride(2) == 1 and dim & (dim - 1) == 0, (
+        f"heads of {dim} values with strides {out.stride()}; use backend=reference"
+    )
     assert len(rope) == tokens and rope.is_contiguous(), f"rope is {tuple(rope.shape)} for {tokens} tokens"
     if tokens == 0:
         return
