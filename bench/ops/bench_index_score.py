@@ -78,7 +78,7 @@ def main() -> None:
     for index, row in enumerate(ROWS):
         if args.rows and index not in args.rows:
             continue
-        n, entries, _heads = row
+        n, entries, heads = row
         for layout in ("index_fp8", "index_mxfp4"):
             record = layouts.get(layout)
             size = n * entries * (record.bytes_per_entry + 4)
