@@ -55,7 +55,10 @@ class _Dense:
         self.config, self.layouts, self.length = config, layouts, length
         self.round_trip = through_records(layouts)
         self.positions = torch.arange(length)
-        self.rope = {"main": rope_table(self.positions, config.rope_main), "compress": rope_table(self.positions, config.rope_compress)}
+        self.rope = {
+            "main": rope_table(self.positions, config.rope_main),
+            "compress": rope_table(self.positions, config.rope_compress),
+        }
 
     def attention(self, att: Attention, x: Tensor) -> Tensor:
         config, plan = self.config, att.plan

@@ -185,14 +185,37 @@ class KVCache:
         seq.num_tokens = seq.folded = end
         return end
 
-    def commit(self, seq: SequenceCache, token_ids: list[int], end: int) -> None:
-        """Tokens [0, end) of `seq` are computed: keep its complete blocks. To be called before `release_unneeded`."""
-        seq.folded, seq.num_tokens = seq.folded_after(end), end
+    def commit(self, seq: SequenceCache, token_ids: list[int], end: int, rejected: int = 0) -> None:
+        """Tokens [0, end) of `seq` are computed: keep its complete blocks. To be called before `release_unneeded`.
+
+        The step may have computed `rejected` more, drafts that are taken back as by `roll_back`.
+        """
+        seq.folded, seq.num_tokens = seq.folded_after(end + rejected), end + rejected
+        if rejected:
+            self.roll_back(seq, rejected)
         if self.prefix is None or end // BLOCK_TOKENS <= len(seq.blocks):
             return
         block_keys(seq.keys, seq.root, token_ids)
         for index in range(len(seq.blocks), end // BLOCK_TOKENS):
             seq.blocks.append(self._keep_block(seq, index))
+
+    def roll_back(self, seq: SequenceCache, tokens: int) -> None:
+        """Take back the last `tokens` of `seq`, as if they had never been computed.
+
+        What they wrote stays where it is until the tokens that come instead write there: no query sees it before. Sums of record
+        kinds are ROLL_BACK tokens behind, so they know nothing of tokens that can be taken back.
+
+        Raises:
+            ValueError: a step has gone more than ROLL_BACK tokens beyond that point, or the prefix index keeps a block of them.
+        """
+        end = seq.num_tokens - tokens
+        least = max(seq.folded, len(seq.blocks) * BLOCK_TOKENS)
+        if tokens < 0 or end < least:
+            raise ValueError(f"cannot take back {tokens} of {seq.num_tokens} tokens: {least} are final")
+        seq.num_tokens = end
+        for name, spec in self.specs.items():
+            if spec.lifetime != "record":
+                self._drop_from(name, seq.tables[name], spec.blocks(end).stop)
 
     def _keep_block(self, seq: SequenceCache, index: int) -> Block:
         """Put block `index` of `seq` into the prefix index, or let `seq` hold the pages of the equal one that is there."""
@@ -343,6 +366,12 @@ class KVCache:
         self._each(PagePool.give_back, {name: dropped[dropped != NO_PAGE]})
         table.pages = table.pages[:, count:].copy()
         table.first_block += count
+
+    def _drop_from(self, name: str, table: PageTable, block: int) -> None:
+        count = max(0, block - table.first_block)
+        dropped = table.pages[:, count:]
+        self._each(PagePool.give_back, {name: dropped[dropped != NO_PAGE]})
+        table.pages = table.pages[:, :count].copy()
 
 
 def _has_block(table: PageTable, block: int) -> bool:
