@@ -1,4 +1,4 @@
-"""Compression against V4 spec 2.9 written out entry by entry, for any cut of the sequence (cases B01, C03)."""
+"""Compression against V4 spec 2.9 and V4.1 spec 3.6 written out entry by entry, for any cut of the sequence (cases B01, C03)."""
 
 import pytest
 import torch
@@ -8,18 +8,21 @@ from hypothesis import strategies as st
 from abyssal.kv.batch import Chunk, build_batch
 from abyssal.kv.pool import KVCache
 from abyssal.kv.specs import plan_caches
+from abyssal.model_config import parse_model_config
 from abyssal.ops.compress import accumulate, compress, pool
 from abyssal.ops.hadamard import hadamard
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.rope import rope_table, rotate
-from tests.support.small_model import small_config
+from tests.support.small_model import small_config, v41_config_dict
 
 CPU = torch.device("cpu")
 DIM = 32
 
 
 def slow_entry(rows: torch.Tensor, w: int, ratio: int) -> torch.Tensor:
-    """Pooled entry w, double: per channel, a softmax over the slots of V4 spec 2.9 steps 2 to 4."""
+    """Pooled entry w, double: per channel, a softmax over the slots of V4 spec 2.9 steps 2 to 4; ratio 1: the token itself."""
+    if ratio == 1:
+        return rows[w].double()
     values, scores = rows.double().chunk(2, dim=1)
     own = range(w * ratio, (w + 1) * ratio)
     if ratio == 4:
@@ -35,29 +38,31 @@ def slow_entry(rows: torch.Tensor, w: int, ratio: int) -> torch.Tensor:
 def run_cuts(ratio: int, cuts: list[int], index_keys: bool) -> None:
     torch.manual_seed(0)
     total = sum(cuts)
-    config = small_config([ratio])
+    config = small_config([ratio]) if ratio > 2 else parse_model_config(v41_config_dict([ratio], [0], [0]))
     kind = f"c{ratio}_index" if index_keys else f"c{ratio}"
     cache = KVCache(plan_caches(config, "fp32", "fp32", "index_fp32"), {"main": 80, "index": 40, "small": 20}, CPU)
     entries, state, sums = (cache.views.get(name) for name in (kind, f"{kind}_state", f"{kind}_sums"))
-    width = state.spec.layout.dim
+    width = DIM if state is None else state.spec.layout.dim
     rows, norm = torch.randn(total, width) * 3, torch.rand(DIM) + 0.5
-    seq, start, slots = cache.new_sequence(), 0, []
+    seq, start, slots, latents = cache.new_sequence(), 0, [], []
     for count in cuts:
         assert cache.allocate(seq, start, start + count)
         batch = build_batch(config, cache, [Chunk([0] * count, start, seq)], [], CPU)
-        facts, store = batch.compress[ratio], batch.stores[state.spec.name]
-        compress(
+        facts, store = batch.compress[ratio], None if state is None else batch.stores[state.spec.name]
+        latent = compress(
             rows[start : start + count], norm, facts, store, state, sums, entries, 0,
             overlap=ratio == 4, rotate_keys=index_keys, eps=1e-6, dtype=torch.float32,
         )  # fmt: skip
         assert facts.num_entries == (start + count) // ratio - start // ratio
         slots.append(facts.entry_slots[kind][0])
+        latents.append(latent)
         start += count
         cache.commit(seq, [], start)
         cache.release_unneeded(seq, start)
     got = entries.read(torch.cat(slots))
     for w in range(total // ratio):
         pooled = rms_norm(slow_entry(rows, w, ratio).float()[None], norm, 1e-6)
+        torch.testing.assert_close(torch.cat(latents)[w : w + 1], pooled, rtol=1e-4, atol=2e-5)
         expected = rotate(pooled, rope_table(torch.tensor([w * ratio]), config.rope_compress))
         expected = hadamard(expected) if index_keys else expected
         torch.testing.assert_close(got[w : w + 1], expected, rtol=1e-4, atol=2e-5)
@@ -75,7 +80,14 @@ def test_ratio_128_any_cuts(cuts):
     run_cuts(128, cuts, index_keys=False)
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("ratio", [1, 2])
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(1, 7), min_size=1, max_size=8))
+def test_v41_ratios_any_cuts(ratio, cuts):
+    run_cuts(ratio, cuts, index_keys=False)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4, 128])
 def test_token_by_token(ratio):
     run_cuts(ratio, [1] * (ratio * 2 + 3), index_keys=False)
 

@@ -19,7 +19,7 @@ from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, 
 from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
 from abyssal.errors import EngineDeadError, RequestError
-from abyssal.kv.batch import Chunk
+from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
 from abyssal.tokenizer import Tokenizer
 
@@ -64,6 +64,7 @@ class EngineStats:
     pages_cached: dict[str, int]  # these
     page_bytes: dict[str, int]
     pages_by_kind: dict[str, int]
+    bytes_by_kind: dict[str, int]  # of those pages
 
 
 class Engine:
@@ -75,10 +76,10 @@ class Engine:
         self.config = resolve(config, model_config, torch.cuda.is_available())
         if self.config.device == "cpu" and self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
-        self.runner = Runner(folder, model_config, self.config)
-        self.cache = self.runner.cache
         # For callers in this process; here it tells which ids mean something, and which end a text.
         self.tokenizer = tokenizer = Tokenizer.load(folder, model_config.vocab_size)
+        self.runner = Runner(folder, model_config, self.config, tokenizer)
+        self.cache = self.runner.cache
         eos = model_config.eos_token_ids
         self.info = EngineInfo(
             model_name=self.config.served_model_name or folder.name,
@@ -106,6 +107,11 @@ class Engine:
         log.info(
             "KV cache %.2f GiB: %d tokens of one sequence, windows of %d sequences; max_model_len %d",
             sizes.total_bytes / 2**30, self.runner.capacity_tokens, sizes.num_sequences, self.runner.max_model_len,
+        )  # fmt: skip
+        kinds = ", ".join(f"{name} {size:g}" for name, size in token_bytes(self.runner.plan).items())
+        log.info(
+            "bytes per token: %s; windows and states: up to %.2f MiB of pages per sequence",
+            kinds or "none", fixed_bytes(self.runner.plan) / 2**20,
         )  # fmt: skip
 
     def add(self, request: EngineRequest) -> None:
@@ -156,7 +162,7 @@ class Engine:
                         param="token_ids",
                     )
                 end_row = bisect_left(rows, end)
-                chunk = Chunk(token_ids[start:end], start, cache)
+                chunk = self.runner.chunk(token_ids, start, end, cache)
                 parts.append(self.runner([chunk], [p - start for p in rows[first_row:end_row]]).float().cpu())
                 start, first_row = end, end_row
                 self.cache.commit(cache, token_ids, start)
@@ -194,6 +200,9 @@ class Engine:
             pages_cached={str(b): p.num_idle for b, p in pools.items()},
             page_bytes={str(b): p.page_bytes for b, p in pools.items()},
             pages_by_kind=dict(self.cache.used_by_kind),
+            bytes_by_kind={
+                n: count * pools[self.cache.specs[n].bucket].page_bytes for n, count in self.cache.used_by_kind.items()
+            },
         )
 
     def _refuse_head(self) -> list[RequestUpdate]:
@@ -238,7 +247,7 @@ class Engine:
         wanted: list[tuple[Sequence, list[int], bool]] = []  # sequence, prompt positions to score, whether it samples
         for seq, count in scheduled:
             start, end = seq.num_computed, seq.num_computed + count
-            chunks.append(Chunk(seq.token_ids[start:end], start, seq.cache))
+            chunks.append(self.runner.chunk(seq.token_ids, start, end, seq.cache))
             scored = _prompt_positions(seq, start, end)
             samples = end == len(seq.token_ids)
             wanted.append((seq, scored, samples))
