@@ -28,7 +28,7 @@ COLD_BYTES = 180e6
 
 
 def kernels(layout: str, row: tuple[int, int, int]) -> dict[str, Callable[..., torch.Tensor]]:
-    n, entries, _ = row
+    n, entries, _heads = row
     count = torch.cuda.get_device_properties(0).multi_processor_count
     options = {"layout": layouts.get(layout), "entries_per_page": PAGE, "num_entries": entries}
     maxima = {"maxima": torch.empty(n, 1, entries // GROUP, device="cuda")}
@@ -78,7 +78,7 @@ def main() -> None:
     for index, row in enumerate(ROWS):
         if args.rows and index not in args.rows:
             continue
-        n, entries, _ = row
+        n, entries, heads = row
         for layout in ("index_fp8", "index_mxfp4"):
             record = layouts.get(layout)
             size = n * entries * (record.bytes_per_entry + 4)

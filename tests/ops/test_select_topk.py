@@ -108,6 +108,7 @@ def test_candidate_blocks_per_query():
     mask = candidate_mask(scores, torch.tensor([[0, 9, 24]]), blocks=2, block_size=4)
     assert [row.nonzero().flatten().tolist() for row in mask[0]] == [[], [0, 1, 2, 3, 8], [0, 1, 2, 3, 20, 21, 22, 23]]
 
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
