@@ -5,7 +5,6 @@ import torch
 
 from abyssal.kv import codec, layouts
 from abyssal.ops.index_score import gluon, index_score, triton
-from tests.support.interpreter import complete_interpreter
 
 
 @pytest.mark.parametrize(("n", "b", "heads", "entries"), [(1, 1, 8, 1), (3, 1, 8, 17), (1, 5, 16, 40), (2, 3, 64, 7)])
@@ -46,14 +45,6 @@ KERNELS = [
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE_BYTES = {"index_fp8": 8640, "index_mxfp4": 4608, "index_bf16": 16384}  # of the bucket that holds such pages
-
-
-@pytest.fixture(autouse=True, scope="module")
-def whole_interpreter():
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE == "cpu":
-            complete_interpreter(patch)
-        yield
 
 
 def skip_unread(kernel, name: str) -> None:
