@@ -45,7 +45,9 @@ def main() -> None:
             sources, num_carried, kept = facts(tokens, ratio)
             count, slots = sources.shape
             # With overlap an entry reads half of each row.
-            moved = count * slots * 2 * dim * 4 + count * (layout.bytes_per_entry + 64 * 4 + slots * 8) + len(kept) * width * 4 * 2
+            moved = (
+                count * slots * 2 * dim * 4 + count * (layout.bytes_per_entry + 64 * 4 + slots * 8) + len(kept) * width * 4 * 2
+            )
             inputs = []
             for _ in range(wp.copies(tokens, moved)):
                 rows = torch.randn(tokens, width, device=wp.DEVICE)
@@ -54,7 +56,16 @@ def main() -> None:
                 states.view(torch.float32).normal_()
                 norm = torch.rand(dim, device=wp.DEVICE) + 0.5
                 inputs.append(
-                    (rows, norm, data, entry_slots, states, state_slots[:num_carried].int(), state_slots[num_carried:], wp.table(count))
+                    (
+                        rows,
+                        norm,
+                        data,
+                        entry_slots,
+                        states,
+                        state_slots[:num_carried].int(),
+                        state_slots[num_carried:],
+                        wp.table(count),
+                    )
                 )
             base = kernels.compress_config(dim, slots)
             for num_warps in sorted({1, base.num_warps, 2 * base.num_warps, 4 * base.num_warps}):

@@ -104,8 +104,12 @@ class Table:
         return row.get("us")
 
     def print(self) -> None:
-        print(f"\n{self.title}; empty kernel F = {self.floor:.2f} us; roof = bytes / {COPY_BANDWIDTH / 1e12} TB/s; {device_line()}")
-        print(f"{'shape':12} {'tokens':>6} {'variant':34} {'us':>8} {'us - F':>8} {'roof us':>8} {'% of roof':>9} {'x faster':>8}")
+        print(
+            f"\n{self.title}; empty kernel F = {self.floor:.2f} us; roof = bytes / {COPY_BANDWIDTH / 1e12} TB/s; {device_line()}"
+        )
+        print(
+            f"{'shape':12} {'tokens':>6} {'variant':34} {'us':>8} {'us - F':>8} {'roof us':>8} {'% of roof':>9} {'x faster':>8}"
+        )
         best = {}
         for row in self.rows:
             if "us" in row and not row["variant"].startswith(("eager", "compile")):
@@ -118,9 +122,7 @@ class Table:
                 continue
             roof = row["bytes"] / COPY_BANDWIDTH * 1e6
             ratio = row["us"] / best[row["shape"], row["tokens"]] if (row["shape"], row["tokens"]) in best else float("nan")
-            print(
-                f"{head} {row['us']:8.2f} {row['us'] - self.floor:8.2f} {roof:8.2f} {100 * roof / row['us']:9.0f} {ratio:8.2f}"
-            )
+            print(f"{head} {row['us']:8.2f} {row['us'] - self.floor:8.2f} {roof:8.2f} {100 * roof / row['us']:9.0f} {ratio:8.2f}")
 
     def save(self, path: Path | None) -> None:
         if path is not None:
