@@ -1,4 +1,4 @@
-"""Compression against V4 spec 2.9 written out entry by entry, for any cut of the sequence (cases B01, C03)."""
+"""Compression against V4 spec 2.9 and V4.1 spec 3.6 written out entry by entry, for any cut of the sequence (cases B01, C03)."""
 
 import pytest
 import torch
@@ -11,20 +11,23 @@ from abyssal.kv import layouts
 from abyssal.kv.batch import Chunk, build_batch
 from abyssal.kv.pool import KVCache
 from abyssal.kv.specs import plan_caches
-from abyssal.ops.compress import compress
-from abyssal.ops.compress import pool as weighted_pool
+from abyssal.model_config import parse_model_config
+from abyssal.ops.compress import accumulate, compress, pool
+from abyssal.ops.compress import pool as pool_rows
 from abyssal.ops.hadamard import hadamard
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.rope import rope_table, rotate
 from tests.support.records import DEVICE, ENTRIES, POISON, new_pool, written
-from tests.support.small_model import small_config
+from tests.support.small_model import small_config, v41_config_dict
 
 CPU = torch.device("cpu")
 DIM = 32
 
 
 def slow_entry(rows: torch.Tensor, w: int, ratio: int) -> torch.Tensor:
-    """Pooled entry w, double: per channel, a softmax over the slots of V4 spec 2.9 steps 2 to 4."""
+    """Pooled entry w, double: per channel, a softmax over the slots of V4 spec 2.9 steps 2 to 4; ratio 1: the token itself."""
+    if ratio == 1:
+        return rows[w].double()
     values, scores = rows.double().chunk(2, dim=1)
     own = range(w * ratio, (w + 1) * ratio)
     if ratio == 4:
@@ -40,28 +43,31 @@ def slow_entry(rows: torch.Tensor, w: int, ratio: int) -> torch.Tensor:
 def run_cuts(ratio: int, cuts: list[int], index_keys: bool) -> None:
     torch.manual_seed(0)
     total = sum(cuts)
-    config = small_config([ratio])
+    config = small_config([ratio]) if ratio > 2 else parse_model_config(v41_config_dict([ratio], [0], [0]))
     kind = f"c{ratio}_index" if index_keys else f"c{ratio}"
     cache = KVCache(plan_caches(config, "fp32", "fp32", "index_fp32"), {"main": 80, "index": 40, "small": 20}, CPU)
-    entries, state = cache.views[kind], cache.views[f"{kind}_state"]
-    width = state.spec.layout.dim
+    entries, state, sums = (cache.views.get(name) for name in (kind, f"{kind}_state", f"{kind}_sums"))
+    width = DIM if state is None else state.spec.layout.dim
     rows, norm = torch.randn(total, width) * 3, torch.rand(DIM) + 0.5
-    seq, start, slots = cache.new_sequence(), 0, []
+    seq, start, slots, latents = cache.new_sequence(), 0, [], []
     for count in cuts:
         assert cache.allocate(seq, start, start + count)
         batch = build_batch(config, cache, [Chunk([0] * count, start, seq)], [], CPU)
-        facts, store = batch.compress[ratio], batch.stores[state.spec.name]
-        compress(
-            rows[start : start + count], norm, facts, store, state, entries, 0,
+        facts, store = batch.compress[ratio], None if state is None else batch.stores[state.spec.name]
+        latent = compress(
+            rows[start : start + count], norm, facts, store, state, sums, entries, 0,
             overlap=ratio == 4, rotate_keys=index_keys, eps=1e-6, dtype=torch.float32,
         )  # fmt: skip
         assert facts.num_entries == (start + count) // ratio - start // ratio
         slots.append(facts.entry_slots[kind][0])
+        latents.append(latent)
         start += count
+        cache.commit(seq, [], start)
         cache.release_unneeded(seq, start)
     got = entries.read(torch.cat(slots))
     for w in range(total // ratio):
         pooled = rms_norm(slow_entry(rows, w, ratio).float()[None], norm, 1e-6)
+        torch.testing.assert_close(torch.cat(latents)[w : w + 1], pooled, rtol=1e-4, atol=2e-5)
         expected = rotate(pooled, rope_table(torch.tensor([w * ratio]), config.rope_compress))
         expected = hadamard(expected) if index_keys else expected
         torch.testing.assert_close(got[w : w + 1], expected, rtol=1e-4, atol=2e-5)
@@ -79,14 +85,44 @@ def test_ratio_128_any_cuts(cuts):
     run_cuts(128, cuts, index_keys=False)
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("ratio", [1, 2])
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(1, 7), min_size=1, max_size=8))
+def test_v41_ratios_any_cuts(ratio, cuts):
+    run_cuts(ratio, cuts, index_keys=False)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4, 128])
 def test_token_by_token(ratio):
     run_cuts(ratio, [1] * (ratio * 2 + 3), index_keys=False)
 
 
+def test_ratio_128_across_steps_that_fold_less_than_a_group():
+    """Every place of a group's end among the rows that are kept raw."""
+    for first in range(120, 137):
+        run_cuts(128, [first, 1, 1, 7, 1, 120, 3], index_keys=False)
+
+
+@pytest.mark.parametrize("shift", [-1e4, 0.0, 1e4])
+def test_sums_added_row_by_row_are_the_softmax_over_all_rows(shift):
+    rows = torch.randn(128, 2 * DIM, generator=torch.Generator().manual_seed(1)) * 4
+    rows[:, DIM:] += shift
+    once = pool(rows, torch.arange(128)[None], overlap=False)
+    sums = torch.stack([torch.full((DIM,), -torch.inf), torch.zeros(DIM), torch.zeros(DIM)])[None]
+    for row in torch.arange(128).split(3):
+        sums = accumulate(rows, row[None], sums)
+    torch.testing.assert_close(sums[:, 2] / sums[:, 1], once, rtol=2e-6, atol=2e-6)
+
+
+def test_sums_of_nothing_take_no_part_and_padding_neither():
+    rows = torch.tensor([[5.0, -(2.0**100)], [0.0, -torch.inf]])  # a score below any that a maximum could start from
+    before = torch.tensor([[[-torch.inf], [0.0], [0.0]]])
+    assert accumulate(rows, torch.tensor([[0, 1, 1]]), before).tolist() == [[[-(2.0**100)], [1.0], [5.0]]]
+
+
 def test_absent_tokens_have_weight_zero_whatever_the_scores():
     rows = torch.cat([torch.tensor([[7.0, 7.0, -1e4, -1e4]]), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]])])
-    pooled = weighted_pool(rows, torch.tensor([[1, 0]]), overlap=True)
+    pooled = pool(rows, torch.tensor([[1, 0]]), overlap=True)
     assert pooled.tolist() == [[7.0]]
 
 
@@ -124,8 +160,8 @@ def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
     dim = 512 if kind == "c4" else 128
     caches = [KVCache(plan, {"main": 30, "index": 20, "small": 4}, torch.device(DEVICE)) for _ in range(2)]
     for cache in caches:
-        for bucket in cache.pools.values():
-            bucket.data.fill_(POISON)
+        for pages in cache.pools.values():
+            pages.data.fill_(POISON)
     norm = torch.rand(dim, device=DEVICE) + 0.5
     sequences = [[cache.new_sequence() for _ in range(2)] for cache in caches]
     starts = [0, 0]
@@ -144,18 +180,19 @@ def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
                 before = cache.pools[cache.specs[kind].bucket].data.clone()
                 kernel_compress(rows, norm, facts, store, cache, kind, stored=stored, **options)
                 slots, spec = facts.entry_slots[kind][0], cache.specs[kind]
+                pool = cache.pools[spec.bucket].data
                 got_state = cache.views[f"{kind}_state"].read(store.slots[0])
                 assert torch.equal(got_state, rows[store.rows])
                 before = written(before, spec.layout, slots, stored, spec.entries_per_page)
                 state = cache.specs[f"{kind}_state"]
                 before = written(before, state.layout, store.slots[0], rows[store.rows], state.entries_per_page)
-                assert torch.equal(cache.pools[spec.bucket].data.cpu(), before)
+                assert torch.equal(pool.cpu(), before)
         starts = [start + n for start, n in zip(starts, cuts, strict=True)]
         if facts.num_entries:
             # Compare what was packed with the reference's rows, recomputed without a record's rounding.
             carried = caches[0].views[f"{kind}_state"].read(facts.carried[f"{kind}_state"][0])
             empty = torch.cat([rows.new_zeros(1, 2 * dim), rows.new_full((1, 2 * dim), -torch.inf)], 1)
-            pooled = weighted_pool(torch.cat([carried, rows, empty]), facts.sources, True).to(dtype)
+            pooled = pool_rows(torch.cat([carried, rows, empty]), facts.sources, True).to(dtype)
             expected = rotate(rms_norm(pooled, norm, 1e-6).float(), facts.rope).to(dtype)
             expected = (hadamard(expected) if kind == "c4_index" else expected).float()
             size = expected.abs().amax(-1, keepdim=True)
@@ -206,7 +243,7 @@ def test_kernel_pools_pairs(layout):
         kernels.Pages(pool, layout, ENTRIES), slots, rope, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
         latent=latent, stored=stored,
     )  # fmt: skip
-    expected = rms_norm(weighted_pool(torch.cat([old, rows]), sources, False).bfloat16(), norm, 1e-6)
+    expected = rms_norm(pool_rows(torch.cat([old, rows]), sources, False).bfloat16(), norm, 1e-6)
     assert ((latent.float() - expected.float()).abs() <= 2**-7 * expected.float().abs()).all()
     turned = rotate(latent.float(), rope)
     assert ((stored - turned).abs() <= 2**-8 * turned.abs().amax(-1, keepdim=True)).all()
