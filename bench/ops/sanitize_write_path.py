@@ -13,7 +13,9 @@ import abyssal.ops.index_query.triton as index_query
 import abyssal.ops.output_quant.triton as output_quant
 import abyssal.ops.qkv_insert.triton as qkv_insert
 from abyssal.kv import layouts
+from abyssal.kv.batch import StoreFacts
 from bench.ops import write_path as wp
+from bench.ops.bench_compress import step
 
 ENTRIES, TOKENS = 4, 5
 RECORDS = ("bf16", "v4", "v41", "v41_fp4", "index_bf16", "index_fp8", "index_mxfp4")
@@ -75,12 +77,15 @@ def compress_kernels() -> None:
         sources = torch.randint(0, TOKENS + 4, (groups, slots), device=wp.DEVICE)
         sources[:, -1] = 3
         pages = torch.arange(1, 5, device=wp.DEVICE)
-        sums = compressor.Sums(compressor.Pages(records, record, 1), torch.tensor([1, -1, 2, -1], device=wp.DEVICE), pages[:2])
+        facts = step(
+            sources, state_slots[:3], entry_slots, wp.table(2), torch.tensor([1, -1, 2, -1], device=wp.DEVICE)[:groups], pages[:2]
+        )  # fmt: skip
         compressor.compress(
-            torch.randn(TOKENS, width, device=wp.DEVICE), torch.ones(dim, device=wp.DEVICE), sources, state_slots[:3],
-            compressor.Pages(states, state, ENTRIES), torch.arange(TOKENS, device=wp.DEVICE), state_slots[3:],
-            compressor.Pages(data, layout, ENTRIES), entry_slots, wp.table(2), overlap=ratio == 4, rotate_keys=dim == 128, eps=1e-6,
-            dtype=torch.bfloat16, sums=sums if ratio == 128 else None,
+            torch.randn(TOKENS, width, device=wp.DEVICE), torch.ones(dim, device=wp.DEVICE), facts,
+            StoreFacts(torch.arange(TOKENS, device=wp.DEVICE), state_slots[None, 3:]),
+            compressor.Pages("state", states, state, ENTRIES), compressor.Pages("sums", records, record, 1) if ratio == 128 else None,
+            compressor.Pages("entries", data, layout, ENTRIES), 0, overlap=ratio == 4, rotate_keys=dim == 128, eps=1e-6,
+            dtype=torch.bfloat16,
         )  # fmt: skip
 
 
