@@ -189,13 +189,13 @@ def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
                 pages, state_pages = pages_of(cache, kind), pages_of(cache, f"{kind}_state")
                 kernels.compress(rows, norm, facts, store, state_pages, None, pages, 0, stored=stored, **options)
                 slots, spec = facts.entry_slots[kind][0], cache.specs[kind]
-                pool = cache.pools[spec.bucket].data
+
                 got_state = cache.views[f"{kind}_state"].read(store.slots[0])
                 assert torch.equal(got_state, rows[store.rows])
                 before = written(before, spec.layout, slots, stored, spec.entries_per_page)
                 state = cache.specs[f"{kind}_state"]
                 before = written(before, state.layout, store.slots[0], rows[store.rows], state.entries_per_page)
-                assert torch.equal(pool.cpu(), before)
+                assert torch.equal(cache.pools[spec.bucket].data.cpu(), before)
         starts = [start + n for start, n in zip(starts, cuts, strict=True)]
         if facts.num_entries:
             # Compare what was packed with the reference's rows, recomputed without a record's rounding.
