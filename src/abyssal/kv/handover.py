@@ -109,7 +109,7 @@ def check(cache: KVCache, handed: HandOver) -> None:
             "the hand-over comes from another model or dtype than this engine's; both must load the same checkpoint"
         )
     kinds = {name: _describe(spec) for name, spec in cache.specs.items()}
-    for name in kinds.keys() | handed.kinds.keys():
+    for name in kinds | handed.kinds:
         here, there = kinds.get(name), handed.kinds.get(name)
         if here != there:
             raise HandOverError(
@@ -172,5 +172,5 @@ def _digest(parts: dict[str, Tensor]) -> Tensor:
     digest = hashlib.sha256()
     for name in sorted(parts):
         digest.update(f"{name} {parts[name].dtype} {tuple(parts[name].shape)}\n".encode())
-        digest.update(parts[name].contiguous().view(torch.uint8).numpy())
+        digest.update(memoryview(parts[name].contiguous().view(torch.uint8).numpy()))
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
