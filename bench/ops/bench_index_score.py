@@ -28,7 +28,7 @@ COLD_BYTES = 180e6
 
 
 def kernels(layout: str, row: tuple[int, int, int]) -> dict[str, Callable[..., torch.Tensor]]:
-    n, entries, _heads = row
+    n, entries, _ = row
     count = torch.cuda.get_device_properties(0).multi_processor_count
     options = {"layout": layouts.get(layout), "entries_per_page": PAGE, "num_entries": entries}
     maxima = {"maxima": torch.empty(n, 1, entries // GROUP, device="cuda")}

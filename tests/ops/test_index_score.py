@@ -111,8 +111,8 @@ def test_kernel_matches_fp64(kernel, name, n, b, heads, entries):
 
 @pytest.mark.parametrize("name", PAGE_BYTES)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_f01_f05_kernel_with_zero_lengths(kernel, name):
-    """No sequence has an entry, or only the last of them, or one in the middle (cases F01, F05)."""
+def test_f01_kernel_with_zero_lengths(kernel, name):
+    """No sequence has an entry, or only the last of them, or one in the middle (case F01)."""
     skip_unread(kernel, name)
     paged = Paged(name, 4, 1, 8, 66)
     for lengths in ([0, 0, 0, 0], [0, 0, 0, 66], [0, 1, 0, 0], [64, 0, 0, 65]):
@@ -204,7 +204,7 @@ def test_h01_kernel_with_pages_beyond_4_gib(kernel):
 @pytest.mark.parametrize("name", ["index_fp8", "index_mxfp4"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_in_a_graph_follows_lengths(kernel, name):
-    """Lengths change between replays, zero and one included."""
+    """Lengths change between replays, zero and one included (case F01)."""
     paged = Paged(name, 3, 1, 64, 5000)
     visible = torch.full((3, 1), 5000, dtype=torch.int32, device="cuda")
     arrays = [x.cuda() for x in (paged.q, paged.weights, paged.pool, paged.table)]

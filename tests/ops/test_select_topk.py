@@ -155,8 +155,8 @@ def test_g01_kernel_all_equal_scores(levels, fill):
 
 
 @pytest.mark.parametrize("k", [1, 16, 24, 512, 1024, 2048])
-def test_g03_kernel_any_width(k):
-    """k follows the argument (case G03)."""
+def test_kernel_any_width(k):
+    """k follows the argument."""
     torch.manual_seed(k)
     check_kernel(torch.randn(1, 2, 3000), torch.tensor([[3000, 2047]]), k)
 
@@ -204,7 +204,7 @@ def test_kernel_bad_input_is_named():
     ("n", "k"), [(8191, 512), (8193, 512), (262144, 512), (262145, 512), (262144, 1024), (1 << 20, 512), (1 << 20, 2048)]
 )
 def test_g07_kernel_at_real_sizes(n, k, kind):
-    """Up to 2^20 entries (cases G07, G10)."""
+    """Up to 2^20 entries (case G07)."""
     generator = torch.Generator().manual_seed(0)
     scores = {
         "normal": torch.randn(1, 6, n, generator=generator),

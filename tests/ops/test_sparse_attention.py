@@ -91,11 +91,11 @@ class Case:
         """The fp32 reference on decoded records -> out fp32 [T, H, 512], lse fp32 [T, H]."""
         rows, hidden = [], []
         for keys, values in zip((self.window, self.entries), self.values, strict=True):
-            slots, width = keys.slots.cpu().long(), keys.slots.shape[1]
+            slots = keys.slots.long()
             rows.append(values[slots.clamp(min=0)])  # [T, K, 512]
-            hidden.append((torch.arange(width) >= keys.lengths.cpu()[:, None]) | (slots < 0))
-        q, sink = self.q.cpu().float(), self.sink.cpu()
-        out = sparse_attention(q[:, None], rows[0], hidden[0][:, None], rows[1], hidden[1][:, None], sink, SCALE)[:, 0]
+            hidden.append((torch.arange(slots.shape[1], device=DEVICE) >= keys.lengths[:, None]) | (slots < 0))
+        q = self.q.float()
+        out = sparse_attention(q[:, None], rows[0], hidden[0][:, None], rows[1], hidden[1][:, None], self.sink, SCALE)[:, 0]
         none = torch.cat(hidden, 1).all(1)
         scores = torch.einsum("thd,tkd->thk", q, torch.cat(rows, 1)) * SCALE
         lse = scores.masked_fill(torch.cat(hidden, 1)[:, None], -torch.inf).logsumexp(-1)
@@ -132,7 +132,9 @@ def make_keys(layout: str, lengths: list[int], width: int, holes: float, generat
     keys = KeyList(
         Records(pool.to(DEVICE), record, ENTRIES), slots.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     )
-    return keys._replace(slots=keys.slots.masked_fill(keys.slots == 2**31 - 1, -7)), torch.where(listed[:, None], values, 0)
+    return keys._replace(slots=keys.slots.masked_fill(keys.slots == 2**31 - 1, -7)), torch.where(listed[:, None], values, 0).to(
+        DEVICE
+    )
 
 
 def make_case(
@@ -152,9 +154,9 @@ def make_case(
 def assert_close(out: Tensor, lse: Tensor, case: Case) -> None:
     """Weights are rounded to bf16 for the product with the values, the result once more: each about 0.0012 of a row's norm."""
     expected, expected_lse = case.reference()
-    error = (out.cpu().float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-20)
+    error = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-20)
     assert error.max() < 5e-3 and error.median() < 2.5e-3, (error.max(), error.median())
-    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-4)
 
 
 def run(case: Case, kernels=portable, **options) -> tuple[Tensor, Tensor]:
@@ -182,7 +184,7 @@ def test_splits_give_the_same_result(count):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-@pytest.mark.parametrize("heads", [1, 16, 64, 128])
+@pytest.mark.parametrize("heads", [1, 64, 128])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_kernel_at_real_sizes(pair, heads, invariant):
     case = make_case(pair, heads, REAL)
@@ -248,7 +250,7 @@ def test_fp32_output_and_strided_arguments():
     out = torch.full((2, 6, 512), torch.nan, device=DEVICE)
     run(replace(case, q=q[:, 1:5, 512:1024]), out=out[:, 1:5])
     expected, _ = case.reference()
-    error = (out[:, 1:5].cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    error = (out[:, 1:5] - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < 4e-3 and out[:, [0, 5]].isnan().all()
 
 
@@ -289,7 +291,7 @@ def test_large_scores_stay_finite():
     case = make_case(("v41", "v41"), 4, [(70, 9), (3, 130)], spread=300.0)
     out, lse = run(case)
     assert out.isfinite().all() and lse.isfinite().all()
-    torch.testing.assert_close(lse.cpu(), case.reference()[1], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(lse, case.reference()[1], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kernels", [portable, pytest.param(wgmma, marks=hopper)], ids=["triton", "gluon"])
@@ -326,7 +328,7 @@ def test_batch_invariant_mode_is_bit_equal_in_any_batch():
     out, lse = run(case, batch_invariant=True)
     for order in (torch.tensor([3, 1, 4, 0, 2]), torch.tensor([3])):
         again, again_lse = run(case.permuted(order.to(DEVICE)), batch_invariant=True)
-        assert torch.equal(again, out[order]) and torch.equal(again_lse, lse[order])
+        assert torch.equal(again.cpu(), out.cpu()[order]) and torch.equal(again_lse.cpu(), lse.cpu()[order])
     pad = torch.full((5, 700), -1, dtype=torch.int32, device=DEVICE)
     wider = replace(case, entries=case.entries._replace(slots=torch.cat([case.entries.slots, pad], 1)))
     again, again_lse = run(wider, batch_invariant=True)

@@ -96,10 +96,9 @@ def compress_kernel(
             tl.store(page.to(tl.pointer_type(tl.float32)) + column, row)
     else:
         complete = program < num_entries
-        target = tl.load(entry_slots + program, mask=complete, other=-1).to(tl.int64)
-        if SUM_ENTRIES > 0:  # noqa: SIM102 (known when compiled)
-            if not complete:
-                target = tl.load(sum_slots + program - num_entries).to(tl.int64)
+        target = tl.load(entry_slots + program, mask=complete, other=0).to(tl.int64)
+        if SUM_ENTRIES > 0:
+            target += tl.load(sum_slots + program - num_entries, mask=program >= num_entries, other=0).to(tl.int64)
         if target >= 0:
             column = tl.arange(0, D)[None, :]
             m = tl.full((1, D), float("-inf"), tl.float32)

@@ -29,13 +29,14 @@ STREAMS = 4
 # One token's row of partial sums: comb at 0, post at 16, pre at 20; from 24 with the site's own pre G 00, 11, 22, 33, 01, 02, 03,
 # 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2.
 ROW = tl.constexpr(40)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelWeights:
     """`MixWeights` as the kernel reads them."""
 
-    fn: Tensor  # bf16 [2, 24 or 4, D, 4]: fn is the sum of both; rows in the order comb, post, pre; streams side by side
+    fn: Tensor  # bf16 [2, 24 or 4, 4 D]: fn is the sum of both; rows in the order comb, post, pre
     base: Tensor  # fp32 [24 or 4]
     scale: Tensor  # fp32 [24 or 4]
 
@@ -47,7 +48,7 @@ class KernelWeights:
         order = torch.arange(rows, device=weights.fn.device)
         if rows == 24:
             order = torch.cat([order[8:], order[4:8], order[:4]])
-        fn = weights.fn[order].float().unflatten(1, (STREAMS, -1)).transpose(1, 2)
+        fn = weights.fn[order].float()
         high = fn.bfloat16()
         return cls(
             torch.stack([high, (fn - high.float()).bfloat16()]).contiguous(),
@@ -237,8 +238,8 @@ def _check(
         raise ValueError("out, post and comb are given together")
     if norm_weight is not None and weights is None and pre is None:
         raise ValueError("without weights the site collapses with a given `pre`")
-    if weights is not None and weights.fn.shape[2] != hidden:
-        raise ValueError(f"fn is for streams of {weights.fn.shape[2]} values, these have {hidden}")
+    if weights is not None and weights.fn.shape[2] != STREAMS * hidden:
+        raise ValueError(f"fn is for streams of {weights.fn.shape[2] // STREAMS} values, these have {hidden}")
     shapes = [
         ("source", source, tuple(source.shape), torch.bfloat16),
         ("norm_weight", norm_weight, (hidden,), torch.float32),
@@ -299,10 +300,14 @@ def _collapse(n, pre):
 
 
 @triton.jit
-def _flatten(n):
-    """Four streams [BT, BD] -> [BT, 4 BD], the streams side by side: no value leaves its thread."""
-    z = tl.join(tl.join(n[0], n[2]), tl.join(n[1], n[3]))  # [BT, BD, 2, 2], last two dimensions count 0, 1, 2, 3
-    return tl.reshape(z, (z.shape[0], z.shape[1] * 4))
+def _project(sums, n, high, low, mask):
+    """sums[k] [BT, 32] += n[k] fn[k]^T over the columns at hand: one sum per stream, because a chain of products waits on itself."""
+    new = ()
+    for k in tl.static_range(4):
+        # The selection changes nothing, but keeps the compiler from moving all loads into the layout of the product.
+        z = tl.where(mask, n[k], 0.0)
+        new = new + (tl.dot(z, low[k], tl.dot(z, high[k], sums[k])),)
+    return new
 
 
 @triton.jit
@@ -352,9 +357,16 @@ def _unpack(tiles, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _reciprocals(values):
+    """1 / values, which lie between 1e-7 and 1e7: the guards of a division against other divisors cost half of Sinkhorn's time."""
     results = ()
     for k in tl.static_range(4):
-        results = results + (1.0 / values[k],)
+        if INTERPRETED:
+            result = 1.0 / values[k]
+        else:
+            result = tl.inline_asm_elementwise(
+                "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values[k]], dtype=tl.float32, is_pure=True, pack=1
+            )
+        results = results + (result,)
     return results
 
 
@@ -524,7 +536,8 @@ def hyper_connection_site(
             old_comb = ()
             for j in tl.static_range(4):
                 old_comb = old_comb + _load4(comb + start * 16, local[:, None] * 16 + 4 * j, 1, mask)
-        acc = tl.zeros((BT, 32), tl.float32)
+        none = tl.zeros((BT, 32), tl.float32)
+        products = (none, none, none, none)
         sums = tl.zeros((BT, 16 if OWN_PRE else 2), tl.float32)
         coefficient = tl.arange(0, 32)
         first: tl.constexpr = 24 - ROWS
@@ -533,10 +546,9 @@ def hyper_connection_site(
             d = column + step * BD
             at = local[:, None] * (4 * D) + d[None, :]
             if ROWS > 0:
-                flat = (split * STEPS + step) * (4 * BD) + tl.arange(0, 4 * BD)
-                weight_at = fn + (coefficient - first)[None, :] * (4 * D) + flat[:, None]
-                high = tl.load(weight_at, mask=has[None, :], other=0.0)
-                low = tl.load(weight_at + ROWS * 4 * D, mask=has[None, :], other=0.0)
+                weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
+                high = _load4(fn, weight_at, D, has[None, :])
+                low = _load4(fn + ROWS * 4 * D, weight_at, D, has[None, :])
             if SOURCE == "embedding":
                 e = tl.load(source + start * D + local[:, None] * D + d[None, :], mask=mask, other=0.0)
                 n = (e, e, e, e)
@@ -549,9 +561,7 @@ def hyper_connection_site(
             if SOURCE != "streams":
                 _store_each(streams + at, n, D, mask)
             if ROWS > 0:
-                # The selection changes nothing, but keeps the compiler from moving all loads into the layout of the product.
-                z = tl.where(mask, _flatten(n), 0.0)
-                acc = tl.dot(z, low, tl.dot(z, high, acc))
+                products = _project(products, n, high, low, mask)
             if OWN_PRE:
                 sums += _gram(n)
             else:
@@ -567,6 +577,7 @@ def hyper_connection_site(
                 tl.store(mean + start * D + local[:, None] * D + d[None, :], average.to(tl.bfloat16), mask=mask)
         row = partials + (split * BT + local)[:, None] * ROW
         if ROWS > 0:
+            acc = (products[0] + products[1]) + (products[2] + products[3])
             tl.store(row + coefficient[None, :], acc, mask=mask & (coefficient < 24)[None, :])
         tl.store(row + 24 + tl.arange(0, 16 if OWN_PRE else 2)[None, :], sums, mask=mask)
 
