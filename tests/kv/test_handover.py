@@ -7,9 +7,10 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from abyssal.errors import HandOverError
-from abyssal.kv.handover import HandOver, export, restore
+from abyssal.kv.handover import HandOver, _digest, export, restore
 from abyssal.kv.planner import sequence_cost
 from abyssal.kv.pool import KVCache, SequenceCache
 from abyssal.kv.prefix import PrefixIndex
@@ -106,6 +107,24 @@ def test_damage_anywhere_is_refused_and_touches_nothing() -> None:
             HandOver.from_bytes(raw[:cut])
     with pytest.raises(HandOverError, match="12 bytes are no hand-over"):
         HandOver.from_bytes(b"not a cache!")
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b'{"version": 2}', "has format 2, this engine reads 1"),
+        (b"[]", "lacks what this engine looks for"),
+        (b"{", "lacks what this engine looks for"),
+        (b'{"version": 1, "identity": "model"}', "lacks what this engine looks for: KeyError"),
+        (b'{"version": 1, "identity": "model", "num_tokens": "many"}', "lacks what this engine looks for: ValueError"),
+    ],
+)
+def test_sound_files_of_other_content_are_refused(header: bytes, message: str) -> None:
+    parts = {"header": torch.frombuffer(bytearray(header), dtype=torch.uint8), "token_ids": torch.zeros(3, dtype=torch.int32)}
+    with pytest.raises(HandOverError, match=message):
+        HandOver.from_bytes(save(parts | {"digest": _digest(parts)}))
+    with pytest.raises(HandOverError, match="digest"):
+        HandOver.from_bytes(save(parts))
 
 
 def test_what_comes_from_elsewhere_is_refused_by_name_and_touches_nothing() -> None:
