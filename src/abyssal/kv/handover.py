@@ -174,5 +174,5 @@ def _digest(parts: dict[str, Tensor]) -> Tensor:
     digest = hashlib.sha256()
     for name in sorted(parts):
         digest.update(f"{name} {parts[name].dtype} {tuple(parts[name].shape)}\n".encode())
-        digest.update(memoryview(parts[name].contiguous().view(torch.uint8).numpy()))
+        digest.update(parts[name].contiguous().view(torch.uint8).numpy().data)
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
