@@ -14,16 +14,18 @@ RELEASED = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "sli
 
 def test_kinds_of_a_mixed_model():
     specs = plan_caches(small_config([0, 4, 128, 4], **RELEASED), "fp32", "fp32", "index_fp32").specs
-    assert set(specs) == {"window", "c4", "c4_state", "c4_index", "c4_index_state", "c128", "c128_state"}
+    assert set(specs) == {"window", "c4", "c4_state", "c4_index", "c4_index_state", "c128", "c128_state", "c128_sums"}
     assert specs["window"].layers == (0, 1, 2, 3) and specs["c4"].layers == (1, 3) and specs["c128"].layers == (2,)
-    assert (specs["c4_state"].window, specs["c128_state"].window, specs["window"].window) == (8, 128, 128)
+    assert (specs["c4_state"].window, specs["window"].window) == (8, 128)
+    assert {n for n, s in specs.items() if s.lifetime == "context"} == {"c4", "c4_index", "c128"}
+    assert {n for n, s in specs.items() if s.lifetime == "record"} == {"c128_state", "c128_sums"}
     assert specs["c4"].entries_per_page == 64 and specs["c128"].entries_per_page == 2
 
 
 def test_whole_context_blocks_of_256_tokens():
     plan = plan_caches(small_config([4, 128], **RELEASED), "bf16", "bf16", "index_bf16")
     for spec in plan.specs.values():
-        if spec.window is None:
+        if spec.lifetime == "context":
             assert BLOCK_TOKENS % (spec.ratio * spec.entries_per_page) == 0
 
 
@@ -36,7 +38,7 @@ def test_every_page_holds_its_entries_and_buckets_are_at_most_three(ratios, dims
     for spec in plan.specs.values():
         page = plan.page_bytes[spec.bucket]
         assert 1 <= spec.entries_per_page and spec.layout.page_bytes(spec.entries_per_page) <= page
-        if spec.window is None:
+        if spec.lifetime == "context":
             assert page <= 1.03 * spec.layout.page_bytes(spec.entries_per_page), "padding of a whole-context kind"
 
 
@@ -54,7 +56,7 @@ def released(name):
 def test_padding_of_the_whole_context_kinds_stays_under_3_percent(model, kv, index):
     plan = plan_caches(released(model), *kv, index)
     paid = sum(count * plan.page_bytes[bucket] for bucket, count in block_pages(plan).items())
-    lasting = [spec for spec in plan.specs.values() if spec.window is None]
+    lasting = [spec for spec in plan.specs.values() if spec.lifetime == "context"]
     payload = sum(len(s.layers) * BLOCK_TOKENS // s.ratio * s.layout.bytes_per_entry for s in lasting)
     assert payload <= paid < 1.03 * payload
     for spec in plan.specs.values():
@@ -88,6 +90,15 @@ def test_windows_fit_the_pages_of_narrower_records():
 def test_first_kept_covers_the_window_and_a_roll_back():
     window = plan_caches(small_config([0], **RELEASED), "fp32", "fp32", "index_fp32").specs["window"]
     assert [window.first_kept(n) for n in (1, 136, 137, 1000)] == [0, 0, 1, 864]
+
+
+@pytest.mark.parametrize("layout", ["fp32", "bf16", "v4", "v41"])
+def test_state_of_ratio_128_is_a_record_of_38912_bytes(layout):
+    specs = plan_caches(small_config([0, 128], **RELEASED), layout, layout, "index_bf16").specs
+    rows, sums = specs["c128_state"], specs["c128_sums"]
+    assert (rows.entries_per_page, sums.entries_per_page) == (8, 1) and {rows.bucket, sums.bucket} == {"main"}
+    assert rows.layout.page_bytes(8) + sums.layout.page_bytes(1) == 38912
+    assert [list(rows.blocks(n)) for n in (0, 1, 8, 9, 5000)] == [[], [0], [0], [0], [0]]
 
 
 BUCKETS = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from abyssal.kv.batch import Chunk, build_batch
 from abyssal.kv.pool import KVCache
 from abyssal.kv.specs import plan_caches
-from abyssal.ops.compress import compress, pool
+from abyssal.ops.compress import accumulate, compress, pool
 from abyssal.ops.hadamard import hadamard
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.rope import rope_table, rotate
@@ -38,7 +38,7 @@ def run_cuts(ratio: int, cuts: list[int], index_keys: bool) -> None:
     config = small_config([ratio])
     kind = f"c{ratio}_index" if index_keys else f"c{ratio}"
     cache = KVCache(plan_caches(config, "fp32", "fp32", "index_fp32"), {"main": 80, "index": 40, "small": 20}, CPU)
-    entries, state = cache.views[kind], cache.views[f"{kind}_state"]
+    entries, state, sums = (cache.views.get(name) for name in (kind, f"{kind}_state", f"{kind}_sums"))
     width = state.spec.layout.dim
     rows, norm = torch.randn(total, width) * 3, torch.rand(DIM) + 0.5
     seq, start, slots = cache.new_sequence(), 0, []
@@ -47,12 +47,13 @@ def run_cuts(ratio: int, cuts: list[int], index_keys: bool) -> None:
         batch = build_batch(config, cache, [Chunk([0] * count, start, seq)], [], CPU)
         facts, store = batch.compress[ratio], batch.stores[state.spec.name]
         compress(
-            rows[start : start + count], norm, facts, store, state, entries, 0,
+            rows[start : start + count], norm, facts, store, state, sums, entries, 0,
             overlap=ratio == 4, rotate_keys=index_keys, eps=1e-6, dtype=torch.float32,
         )  # fmt: skip
         assert facts.num_entries == (start + count) // ratio - start // ratio
         slots.append(facts.entry_slots[kind][0])
         start += count
+        cache.commit(seq, [], start)
         cache.release_unneeded(seq, start)
     got = entries.read(torch.cat(slots))
     for w in range(total // ratio):
@@ -77,6 +78,29 @@ def test_ratio_128_any_cuts(cuts):
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_token_by_token(ratio):
     run_cuts(ratio, [1] * (ratio * 2 + 3), index_keys=False)
+
+
+def test_ratio_128_across_steps_that_fold_less_than_a_group():
+    """Every place of a group's end among the rows that are kept raw."""
+    for first in range(120, 137):
+        run_cuts(128, [first, 1, 1, 7, 1, 120, 3], index_keys=False)
+
+
+@pytest.mark.parametrize("shift", [-1e4, 0.0, 1e4])
+def test_sums_added_row_by_row_are_the_softmax_over_all_rows(shift):
+    rows = torch.randn(128, 2 * DIM, generator=torch.Generator().manual_seed(1)) * 4
+    rows[:, DIM:] += shift
+    once = pool(rows, torch.arange(128)[None], overlap=False)
+    sums = torch.stack([torch.full((DIM,), -torch.inf), torch.zeros(DIM), torch.zeros(DIM)])[None]
+    for row in torch.arange(128).split(3):
+        sums = accumulate(rows, row[None], sums)
+    torch.testing.assert_close(sums[:, 2] / sums[:, 1], once, rtol=2e-6, atol=2e-6)
+
+
+def test_sums_of_nothing_take_no_part_and_padding_neither():
+    rows = torch.tensor([[5.0, -(2.0**100)], [0.0, -torch.inf]])  # a score below any that a maximum could start from
+    before = torch.tensor([[[-torch.inf], [0.0], [0.0]]])
+    assert accumulate(rows, torch.tensor([[0, 1, 1]]), before).tolist() == [[[-(2.0**100)], [1.0], [5.0]]]
 
 
 def test_absent_tokens_have_weight_zero_whatever_the_scores():

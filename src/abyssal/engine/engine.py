@@ -201,7 +201,9 @@ class Engine:
             pages_cached={str(b): p.num_idle for b, p in pools.items()},
             page_bytes={str(b): p.page_bytes for b, p in pools.items()},
             pages_by_kind=dict(self.cache.used_by_kind),
-            bytes_by_kind={n: count * pools[self.cache.specs[n].bucket].page_bytes for n, count in self.cache.used_by_kind.items()},
+            bytes_by_kind={
+                n: count * pools[self.cache.specs[n].bucket].page_bytes for n, count in self.cache.used_by_kind.items()
+            },
         )
 
     def _refuse_head(self) -> list[RequestUpdate]:
@@ -220,8 +222,26 @@ class Engine:
             if len(scheduled) == 1:
                 log.exception("request %s failed", scheduled[0][0].request.request_id)
                 return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
-        # One of several sequences broke the step. Nothing was committed, so each is computed alone, and only the culprit ends.
-        return [update for item in scheduled for update in self._run([item])]
+        # One of several sequences broke the step, half-way through the layers: no record can be relied on. Each is computed again
+        # from its first token, alone, and only the culprit ends.
+        ends = [(seq, seq.num_computed + count) for seq, count in scheduled]
+        for seq, _ in scheduled:
+            self.cache.free(seq.cache)
+            seq.num_computed = 0
+        return [update for seq, end in ends for update in self._recompute(seq, end)]
+
+    def _recompute(self, seq: Sequence, end: int) -> list[RequestUpdate]:
+        """Compute `seq`, which holds no pages, up to token `end` in steps of its own, or leave it to the scheduler to do."""
+        updates: list[RequestUpdate] = []
+        if seq.may_reuse:
+            seq.num_computed = self.cache.reuse(seq.cache, seq.token_ids)
+        while seq.num_computed < end and not updates:
+            count = min(end - seq.num_computed, self.config.max_num_batched_tokens)
+            if not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
+                self.scheduler.preempt(seq)
+                return []
+            updates = self._run([(seq, count)])
+        return updates
 
     def _compute(self, scheduled: Scheduled) -> list[RequestUpdate]:
         chunks, rows, offset = [], [], 0

@@ -39,7 +39,7 @@ class Scheduler:
     def _allocate_or_preempt(self, seq: Sequence, count: int, plan: dict[Sequence, int]) -> bool:
         while not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             plan.pop(victim, None)
             if victim is seq:
                 return False
@@ -70,7 +70,8 @@ class Scheduler:
         claims = [self.cache.missing_pages(s.cache, len(s.token_ids) + 1) for s in (*self.running, newcomer)]
         return all(sum(claim[bucket] for claim in claims) <= pool.num_available for bucket, pool in self.cache.pools.items())
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
+        """Take the pages of the running `seq`; it waits, first in line, to be computed again from its tokens."""
         self.running.remove(seq)
         self.cache.free(seq.cache)
         seq.num_computed = 0

@@ -95,5 +95,5 @@ def get(name: str, dim: int | None = None) -> Layout:
 
 
 def state_rows(values: int) -> Layout:
-    """Compressor state: one fp32 row of `values` per token (projections and scores)."""
+    """Compressor state: fp32 rows of `values`, one per token (projections and scores) or one of running sums."""
     return _plain("state", values, torch.float32)

@@ -23,7 +23,7 @@ class KindCost:
 
     @property
     def group(self) -> Group:
-        if self.spec.window is None:
+        if self.spec.lifetime == "context":
             return "growing"
         return "state" if self.spec.tail_only else "windows"
 
@@ -47,17 +47,22 @@ def sequence_cost(plan: CachePlan, tokens: int) -> list[KindCost]:
     """What a sequence of `tokens` computed tokens costs, by kind."""
     costs = []
     for spec in plan.specs.values():
-        entries = tokens // spec.ratio if spec.window is None else min(tokens, spec.window)
-        payload = entries * spec.layout.bytes_per_entry
-        blocks = -(-(tokens // spec.ratio) // spec.entries_per_page) - spec.first_kept(tokens) // spec.entries_per_page
-        pages = blocks * plan.page_bytes[spec.bucket]
+        payload = _entries_read(spec, tokens) * spec.layout.bytes_per_entry
+        pages = len(spec.blocks(tokens)) * plan.page_bytes[spec.bucket]
         costs.append(KindCost(spec, payload * len(spec.layers), pages * len(spec.layers)))
     return costs
 
 
+def _entries_read(spec: CacheSpec, tokens: int) -> int:
+    """Entries of one layer that later tokens of a sequence of `tokens` tokens may read, roll-backs aside."""
+    if spec.lifetime == "context":
+        return tokens // spec.ratio
+    return min(tokens, spec.window) if spec.lifetime == "window" else spec.record_entries * min(tokens, 1)
+
+
 def token_bytes(plan: CachePlan) -> dict[str, float]:
     """Payload that every further token adds over all layers, by kind; a fraction, since an entry may stand for many tokens."""
-    lasting = [spec for spec in plan.specs.values() if spec.window is None]
+    lasting = [spec for spec in plan.specs.values() if spec.lifetime == "context"]
     return {spec.name: len(spec.layers) * spec.layout.bytes_per_entry / spec.ratio for spec in lasting}
 
 
@@ -85,7 +90,7 @@ def block_pages(plan: CachePlan) -> dict[Bucket, int]:
     """Pages that one block of 256 tokens takes over all layers."""
     pages = dict.fromkeys(plan.page_bytes, 0)
     for spec in plan.specs.values():
-        if spec.window is None:
+        if spec.lifetime == "context":
             pages[spec.bucket] += len(spec.layers) * -(-(BLOCK_TOKENS // spec.ratio) // spec.entries_per_page)
     return pages
 
@@ -94,14 +99,14 @@ def sequence_pages(plan: CachePlan) -> dict[Bucket, int]:
     """Most pages that the windows and states of one sequence take between steps."""
     pages = dict.fromkeys(plan.page_bytes, 0)
     for spec in plan.specs.values():
-        if spec.window is not None:
-            pages[spec.bucket] += len(spec.layers) * window_blocks(spec)
+        if spec.lifetime != "context":
+            blocks = len(spec.blocks(1)) if spec.lifetime == "record" else window_blocks(spec)
+            pages[spec.bucket] += len(spec.layers) * blocks
     return pages
 
 
 def window_blocks(spec: CacheSpec) -> int:
     """Most blocks that `window` + ROLL_BACK consecutive tokens and the next one touch, wherever they start."""
-    assert spec.window is not None
     return (spec.window + ROLL_BACK) // spec.entries_per_page + 2
 
 
@@ -112,7 +117,7 @@ def step_pages(plan: CachePlan, step_tokens: int) -> dict[Bucket, int]:
     """
     pages = dict.fromkeys(plan.page_bytes, 0)
     for spec in plan.specs.values():
-        if spec.window is not None:
+        if spec.lifetime == "window":
             tail = spec.window + ROLL_BACK + spec.entries_per_page
             stored = min(step_tokens, tail) if spec.tail_only else step_tokens
             pages[spec.bucket] += len(spec.layers) * -(-stored // spec.entries_per_page)

@@ -12,7 +12,7 @@ from torch import Tensor
 from abyssal.errors import ConfigError
 from abyssal.kv import codec
 from abyssal.kv.prefix import Block, Pages, PrefixIndex, block_keys
-from abyssal.kv.specs import BLOCK_TOKENS, Bucket, CachePlan, CacheSpec
+from abyssal.kv.specs import BLOCK_TOKENS, ROLL_BACK, Bucket, CachePlan, CacheSpec
 
 NO_PAGE = 0  # the zero page of every bucket: never handed out, always zero, so that slot -1 reads as zeros
 
@@ -110,6 +110,12 @@ class SequenceCache:
     root: bytes  # start of its hash chain; sequences of another root share nothing with it
     keys: list[bytes] = field(default_factory=list)  # of its complete blocks, as far as computed
     blocks: list[Block] = field(default_factory=list)  # in the prefix index, from the first on
+    num_tokens: int = 0  # computed and not taken back
+    folded: int = 0  # token up to which rows of its group are in the sums of record kinds; the rows from there on are kept
+
+    def folded_after(self, end: int) -> int:
+        """`folded` after a step that ends at token `end`."""
+        return max(self.folded, end - ROLL_BACK)
 
 
 class KVCache:
@@ -170,13 +176,18 @@ class KVCache:
         last = chain[-1].windows
         assert last is not None
         for name, spec in self.specs.items():
-            pages = np.concatenate([b.pages[name] for b in chain], axis=1) if spec.window is None else last[name].copy()
+            if spec.lifetime == "record":
+                continue  # nothing of a group is left at its end
+            whole = spec.lifetime == "context"
+            pages = np.concatenate([b.pages[name] for b in chain], axis=1) if whole else last[name].copy()
             self._each(PagePool.share, {name: pages})
-            seq.tables[name] = PageTable(pages, first_block=0 if spec.window is None else self._stop_blocks(spec, end).start)
+            seq.tables[name] = PageTable(pages, first_block=0 if whole else self._stop_blocks(spec, end).start)
+        seq.num_tokens = seq.folded = end
         return end
 
     def commit(self, seq: SequenceCache, token_ids: list[int], end: int) -> None:
         """Tokens [0, end) of `seq` are computed: keep its complete blocks. To be called before `release_unneeded`."""
+        seq.folded, seq.num_tokens = seq.folded_after(end), end
         if self.prefix is None or end // BLOCK_TOKENS <= len(seq.blocks):
             return
         block_keys(seq.keys, seq.root, token_ids)
@@ -214,7 +225,7 @@ class KVCache:
         """Pages of the whole-context kinds in block `index`."""
         pages = {}
         for name, spec in self.specs.items():
-            if spec.window is None:
+            if spec.lifetime == "context":
                 per_block = BLOCK_TOKENS // spec.ratio // spec.entries_per_page
                 pages[name] = seq.tables[name].pages[:, index * per_block : (index + 1) * per_block].copy()
         return pages
@@ -223,7 +234,7 @@ class KVCache:
         """Pages of the window kinds that a sequence of `end` tokens reads next; None where `seq` has not all of them."""
         pages = {}
         for name, spec in self.specs.items():
-            if spec.window is not None:
+            if spec.lifetime == "window":
                 table, blocks = seq.tables[name], self._stop_blocks(spec, end)
                 first = blocks.start - table.first_block
                 found = table.pages[:, max(first, 0) : blocks.stop - table.first_block]
@@ -267,17 +278,15 @@ class KVCache:
         """Pages that `seq` would take beyond those it holds to reach `tokens` tokens and be at rest there."""
         missing = dict.fromkeys(self.pools, 0)
         for name, spec in self.specs.items():
-            blocks = (tokens // spec.ratio - 1) // spec.entries_per_page + 1
-            first = spec.first_kept(tokens) // spec.entries_per_page if spec.window is not None else 0
             held = int((seq.tables[name].pages[0] != NO_PAGE).sum())
-            missing[spec.bucket] += max(0, blocks - first - held) * len(spec.layers)
+            missing[spec.bucket] += max(0, len(spec.blocks(tokens)) - held) * len(spec.layers)
         return missing
 
     def release_unneeded(self, seq: SequenceCache, end: int) -> None:
         """Return window pages that no query after `end` tokens reads."""
         for name, spec in self.specs.items():
-            if spec.window is not None:
-                self._drop_before(name, seq.tables[name], spec.first_kept(end) // spec.entries_per_page)
+            if spec.lifetime == "window":
+                self._drop_before(name, seq.tables[name], spec.blocks(end).start)
 
     def free(self, seq: SequenceCache) -> None:
         """Return every page of `seq`; it is then empty."""
@@ -288,6 +297,7 @@ class KVCache:
         for name, table in seq.tables.items():
             self._drop_before(name, table, table.end_block)
             table.first_block = 0
+        seq.num_tokens = seq.folded = 0
 
     def _block_ends(self, start: int, end: int) -> list[int]:
         """Ends of blocks in (start, end), where later sequences may begin."""
@@ -297,7 +307,6 @@ class KVCache:
 
     def _stop_blocks(self, spec: CacheSpec, end: int) -> range:
         """Page-table blocks of a window kind that a sequence of `end` tokens reads next."""
-        assert spec.window is not None
         return range(max(0, end - spec.window) // spec.entries_per_page, (end - 1) // spec.entries_per_page + 1)
 
     def _missing_blocks(self, spec: CacheSpec, table: PageTable, start: int, end: int, stops: list[int]) -> list[int]:
@@ -305,7 +314,9 @@ class KVCache:
         last_entry = end // spec.ratio - 1  # an entry is stored when its group of tokens is complete
         end_block = last_entry // spec.entries_per_page + 1
         needed: Iterable[int] = range(first_block, end_block)
-        if spec.tail_only:
+        if spec.lifetime == "record":
+            needed = spec.blocks(end)
+        elif spec.tail_only:
             tails = [range(spec.first_kept(end) // spec.entries_per_page, end_block)]
             tails += [self._stop_blocks(spec, stop) for stop in stops]
             needed = sorted({block for tail in tails for block in tail if block >= first_block})

@@ -29,7 +29,7 @@ class Compressor:
 
     def __call__(self, x: Tensor, batch: Batch, cache: KVCache) -> None:
         """x [T, D], the attention's input: store what this step completes, and the state."""
-        entries, state = cache.views[self.kind], cache.views[f"{self.kind}_state"]
+        entries, state, sums = cache.views[self.kind], cache.views[f"{self.kind}_state"], cache.views.get(f"{self.kind}_sums")
         facts = batch.compress[self.ratio]
         rows = F.linear(x.float(), self.w) + self.bias[facts.phases]  # [T, 2 c d]
         compress(
@@ -38,6 +38,7 @@ class Compressor:
             facts,
             batch.stores[state.spec.name],
             state,
+            sums,
             entries,
             entries.spec.row(self.layer),
             overlap=self.ratio == 4,

@@ -18,6 +18,7 @@ def compress(
     facts: CompressFacts,
     store: StoreFacts,
     state: RecordView,
+    sums: RecordView | None,
     entries: RecordView,
     layer_row: int,
     *,
@@ -32,16 +33,24 @@ def compress(
         rows: fp32 [T, 2 c D], per token the projection (c D values), then the scores with their position bias;
             c = 2 with overlap (first half for the next group's entry, second half for the own), else 1.
         norm: fp32 [D], weight of the RMS norm after pooling.
+        sums: running sums of open groups, fp32 [3 D] each (`accumulate`); None where `state` keeps all rows of a group.
         rotate_keys: Hadamard rotation after RoPE (V4's index keys).
         dtype: the run's dtype, to which pooled values are rounded.
     """
-    if facts.num_entries:
+    if facts.num_groups:
         carried = state.read(facts.carried[state.spec.name][layer_row])
-        pooled = pool(torch.cat([carried, rows, _empty_row(rows)]), facts.sources, overlap).to(dtype)
-        entry = rotate(rms_norm(pooled, norm, eps).float(), facts.rope).to(dtype)
-        if rotate_keys:
-            entry = hadamard(entry)
-        entries.write(facts.entry_slots[entries.spec.name][layer_row], entry)
+        available = torch.cat([carried, rows, _empty_row(rows)])
+        if sums is None:
+            pooled = pool(available, facts.sources, overlap)
+        else:
+            before = _carried_sums(sums, facts.carried_sums[sums.spec.name][layer_row])
+            complete, still_open = accumulate(available, facts.sources, before).tensor_split([facts.num_entries])
+            pooled = complete[:, 2] / complete[:, 1]
+            sums.write(facts.sum_slots[sums.spec.name][layer_row], still_open.flatten(1))
+        if facts.num_entries:
+            entry = rotate(rms_norm(pooled.to(dtype), norm, eps).float(), facts.rope).to(dtype)
+            entry = hadamard(entry) if rotate_keys else entry
+            entries.write(facts.entry_slots[entries.spec.name][layer_row], entry)
     state.write(store.slots[layer_row], rows.index_select(0, store.rows))
 
 
@@ -56,6 +65,32 @@ def pool(rows: Tensor, sources: Tensor, overlap: bool) -> Tensor:
     else:
         values, scores = values[sources], scores[sources]
     return (values * scores.softmax(dim=1)).sum(dim=1)
+
+
+def accumulate(rows: Tensor, sources: Tensor, before: Tensor) -> Tensor:
+    """Extend running sums m = max score, s = sum of exp(score - m), v = sum of exp(score - m) value: what `pool` gives is v / s.
+
+    Args:
+        rows: fp32 [R, 2 D], values and scores.
+        sources: int64 [G, slots], rows to add to each group, at least one of them not empty.
+        before: fp32 [G, 3, D], (m, s, v) over the earlier rows of the group.
+
+    Returns:
+        fp32 [G, 3, D].
+    """
+    values, scores = (part[sources] for part in rows.chunk(2, dim=1))  # [G, slots, D] each
+    m = torch.maximum(scores.amax(1), before[:, 0])  # [G, D]
+    weights, kept = (scores - m.unsqueeze(1)).exp(), (before[:, 0] - m).exp()
+    s = weights.sum(1) + kept * before[:, 1]
+    v = (weights * values).sum(1) + kept * before[:, 2]
+    return torch.stack([m, s, v], dim=1)
+
+
+def _carried_sums(sums: RecordView, slots: Tensor) -> Tensor:
+    """fp32 [G, 3, D]; slot -1 stands for sums over nothing."""
+    stored = sums.read(slots).unflatten(1, (3, -1))
+    stored[:, 0].masked_fill_((slots < 0).unsqueeze(1), -torch.inf)
+    return stored
 
 
 def _empty_row(rows: Tensor) -> Tensor:

@@ -1,0 +1,116 @@
+"""V4's forward pass over one whole sequence, without pages, batches or chunks: dense masks, every query at once.
+
+Shares weights and single ops with the engine, but none of its KV memory. Stored rows pass through `round_trip`, so that a record
+layout acts as it does in the caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from abyssal.kv import codec
+from abyssal.kv.layouts import Layout
+from abyssal.model.attention import Attention
+from abyssal.model.compressor import Compressor
+from abyssal.model.indexer import Indexer
+from abyssal.model.model import Model
+from abyssal.ops import hyper_connection as hc
+from abyssal.ops.hadamard import hadamard
+from abyssal.ops.index_query import index_query
+from abyssal.ops.linear import linear, linear_grouped
+from abyssal.ops.norm import rms_norm
+from abyssal.ops.rope import rope_table, rotate
+
+RoundTrip = Callable[[str, Tensor], Tensor]  # cache kind, rows [n, d] -> what a reader finds
+
+
+def through_records(layouts: dict[str, Layout]) -> RoundTrip:
+    """decode(encode(row)) of each kind's layout."""
+    return lambda kind, rows: codec.decode(layouts[kind], *codec.encode(layouts[kind], rows)).view_as(rows)
+
+
+@torch.inference_mode()
+def dense_logits(model: Model, token_ids: list[int], layouts: dict[str, Layout]) -> Tensor:
+    """fp32 [n, vocab] in plain fp32 mathematics."""
+    config, ids = model.config, torch.tensor(token_ids)
+    run = _Dense(len(token_ids), config, layouts)
+    streams = F.embedding(ids, model.embedding).unsqueeze(1).repeat(1, config.hc_mult, 1)
+    for block in model.blocks:
+        for weights, norm, layer in ((block.hc_attn, block.attn_norm, None), (block.hc_ffn, block.ffn_norm, block.moe)):
+            raw = hc.mix(streams, weights, config.rms_eps)
+            pre, post, comb = hc.coefficients(raw, config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps)
+            x = rms_norm(hc.collapse(streams, pre), norm, config.rms_eps)
+            out = run.attention(block.attention, x) if layer is None else layer(x, ids)
+            streams = hc.expand(streams, out, post, comb)
+    pre = hc.mix(streams, model.hc_head, config.rms_eps).sigmoid() + config.hc_eps
+    return F.linear(rms_norm(hc.collapse(streams, pre), model.norm, config.rms_eps), model.head)
+
+
+class _Dense:
+    def __init__(self, length: int, config, layouts: dict[str, Layout]) -> None:
+        self.config, self.layouts, self.length = config, layouts, length
+        self.round_trip = through_records(layouts)
+        self.positions = torch.arange(length)
+        self.rope = {
+            "main": rope_table(self.positions, config.rope_main),
+            "compress": rope_table(self.positions, config.rope_compress),
+        }
+
+    def attention(self, att: Attention, x: Tensor) -> Tensor:
+        config, plan = self.config, att.plan
+        rope = self.rope[plan.rope]
+        latent = rms_norm(linear(x, att.wq_a), att.q_norm, config.rms_eps)
+        q = linear(latent, att.wq_b).view(-1, config.num_heads, config.head_dim)
+        q = rotate(rms_norm(q, None, config.rms_eps), rope.unsqueeze(1))
+        kv = rotate(rms_norm(linear(x, att.wkv), att.kv_norm, config.rms_eps), rope)
+        keys = self.round_trip("window", kv)
+        distance = self.positions[:, None] - self.positions
+        seen = (distance >= 0) & (distance < config.sliding_window)
+        if att.compressor is not None:
+            entries = self.entries(att.compressor, x)
+            visible = torch.arange(len(entries)) < ((self.positions + 1) // plan.ratio)[:, None]
+            if att.indexer is not None:
+                visible &= self.chosen(att.indexer, x, latent, visible)
+            keys, seen = torch.cat([keys, entries]), torch.cat([seen, visible], dim=1)
+        out = torch.empty_like(q)
+        for head in range(config.num_heads):
+            scores = (q[:, head] @ keys.T * config.head_dim**-0.5).masked_fill(~seen, -torch.inf)
+            scores = torch.cat([scores, att.sink[head].expand(self.length, 1)], dim=1)
+            out[:, head] = scores.softmax(-1)[:, :-1] @ keys
+        out = rotate(out, rope.conj().unsqueeze(1))
+        return linear(linear_grouped(out.view(self.length, config.o_groups, -1), att.wo_a).flatten(1), att.wo_b)
+
+    def entries(self, compressor: Compressor, x: Tensor) -> Tensor:
+        """Entry w pools tokens [m w, m w + m), with ratio 4 also the m before with the other half of the projection."""
+        ratio, count = compressor.ratio, self.length // compressor.ratio
+        if not count:
+            return x.new_zeros(0, len(compressor.norm))
+        rows = F.linear(x, compressor.w) + compressor.bias[self.positions % ratio]
+        values, scores = (part[: count * ratio].view(count, ratio, -1) for part in rows.chunk(2, dim=1))
+        if ratio == 4:
+            (early, late), (early_s, late_s) = values.chunk(2, dim=2), scores.chunk(2, dim=2)
+            before = torch.cat([torch.zeros_like(early[:1]), early[:-1]])
+            before_s = torch.cat([torch.full_like(early_s[:1], -torch.inf), early_s[:-1]])
+            values, scores = torch.cat([before, late], dim=1), torch.cat([before_s, late_s], dim=1)
+        pooled = rms_norm((values * scores.softmax(1)).sum(1), compressor.norm, compressor.rms_eps)
+        entry = rotate(pooled, self.rope["compress"][: count * ratio : ratio])
+        return self.round_trip(compressor.kind, hadamard(entry) if compressor.kind.endswith("_index") else entry)
+
+    def chosen(self, indexer: Indexer, x: Tensor, latent: Tensor, visible: Tensor) -> Tensor:
+        keys = self.entries(indexer.compressor, x)
+        q, weights = index_query(
+            linear(latent, indexer.wq_b).view(-1, indexer.heads, indexer.dim),
+            linear(x, indexer.weights_proj),
+            self.rope["compress"],
+            rotate_query=True,
+            grid=self.layouts[indexer.compressor.kind].grid,
+        )
+        scores = torch.zeros(visible.shape)
+        for head in range(indexer.heads):
+            scores += (q[:, head] @ keys.T).relu() * weights[:, head : head + 1]
+        order = scores.masked_fill(~visible, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+        return torch.zeros_like(visible).scatter_(1, order[:, : indexer.topk], True)
