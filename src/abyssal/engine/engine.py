@@ -19,7 +19,7 @@ from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, 
 from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
 from abyssal.errors import EngineDeadError, RequestError
-from abyssal.kv.batch import Chunk
+from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
 from abyssal.tokenizer import Tokenizer
@@ -77,10 +77,10 @@ class Engine:
         self.config = resolve(config, model_config, torch.cuda.is_available())
         if self.config.device == "cpu" and self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
-        self.runner = Runner(folder, model_config, self.config)
-        self.cache = self.runner.cache
         # For callers in this process; here it tells which ids mean something, and which end a text.
         self.tokenizer = tokenizer = Tokenizer.load(folder, model_config.vocab_size)
+        self.runner = Runner(folder, model_config, self.config, tokenizer)
+        self.cache = self.runner.cache
         eos = model_config.eos_token_ids
         self.info = EngineInfo(
             model_name=self.config.served_model_name or folder.name,
@@ -121,16 +121,19 @@ class Engine:
         Raises:
             RequestError: it can never be served as asked.
         """
+        seq = self._new_sequence(request, [])
+        self._sequences[request.request_id] = seq
+        self.scheduler.waiting.append(seq)
+
+    def _new_sequence(self, request: EngineRequest, output_ids: list[int]) -> Sequence:
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is already in use", param="request_id")
         max_new_tokens = check_request(request, self.info.limits)
         self._requests_seen += 1
-        sampler = SamplerState(
-            request.params, request.prompt_ids, self.info.eos_token_ids, fallback_seed=(self.config.seed, self._requests_seen)
-        )
-        seq = Sequence(request, self.cache.new_sequence(request.cache_salt), sampler, max_new_tokens, list(request.prompt_ids))
-        self._sequences[request.request_id] = seq
-        self.scheduler.waiting.append(seq)
+        seed = (self.config.seed, self._requests_seen)
+        sampler = SamplerState(request.params, request.prompt_ids, self.info.eos_token_ids, seed, output_ids)
+        token_ids = [*request.prompt_ids, *output_ids]
+        return Sequence(request, self.cache.new_sequence(request.cache_salt), sampler, max_new_tokens, token_ids)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended."""
@@ -163,7 +166,7 @@ class Engine:
                         param="token_ids",
                     )
                 end_row = bisect_left(rows, end)
-                chunk = Chunk(token_ids[start:end], start, cache)
+                chunk = self.runner.chunk(token_ids, start, end, cache)
                 parts.append(self.runner([chunk], [p - start for p in rows[first_row:end_row]]).float().cpu())
                 start, first_row = end, end_row
                 self.cache.commit(cache, token_ids, start)
@@ -171,6 +174,42 @@ class Engine:
         finally:
             self.cache.free(cache)
         return torch.cat(parts)
+
+    def export_sequence(self, request_id: str) -> HandOver:
+        """What is computed of a running request, for `import_sequence` of another engine. The request goes on here, too.
+
+        Raises:
+            RequestError: the request is unknown or nothing of it is in the caches.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None or seq.num_computed == 0:
+            raise RequestError(f"request {request_id!r} has nothing in the caches; export it while it runs", param="request_id")
+        return export(self.cache, seq.cache, seq.token_ids)
+
+    def import_sequence(self, request: EngineRequest, handed: HandOver) -> None:
+        """Take up `request` where another engine left it: the next step computes the first token that `handed` lacks.
+
+        Tokens that `handed` has beyond the prompt are output that its engine has reported already.
+
+        Raises:
+            HandOverError: `handed` is of another model or layout, or damaged.
+            RequestError: the request is not the one handed over, cannot be served, or there is no room at this time.
+        """
+        check(self.cache, handed)
+        prompt, output = request.prompt_ids, handed.token_ids[len(request.prompt_ids) :]
+        seq = self._new_sequence(request, output)
+        if handed.token_ids[: len(prompt)] != prompt:
+            raise RequestError("the hand-over has another prompt than the request", param="prompt")
+        check_ids("token_ids", output, self.info.vocab_size)
+        if handed.num_tokens >= len(seq.token_ids) or len(output) >= seq.max_new_tokens:
+            raise RequestError("the hand-over leaves nothing to compute; raise max_tokens", param="max_tokens")
+        if request.params.prompt_logprobs is not None and not output:
+            raise RequestError("prompt_logprobs need the whole prompt to be computed by one engine", param="prompt_logprobs")
+        if len(self.scheduler.running) >= self.config.max_num_seqs or not restore(self.cache, seq.cache, handed):
+            raise RequestError(f"no room for a sequence of {handed.num_tokens} tokens now; try again when requests have ended")
+        seq.num_computed = handed.num_tokens
+        self._sequences[request.request_id] = seq
+        self.scheduler.running.append(seq)
 
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
@@ -248,7 +287,7 @@ class Engine:
         wanted: list[tuple[Sequence, list[int], bool]] = []  # sequence, prompt positions to score, whether it samples
         for seq, count in scheduled:
             start, end = seq.num_computed, seq.num_computed + count
-            chunks.append(Chunk(seq.token_ids[start:end], start, seq.cache))
+            chunks.append(self.runner.chunk(seq.token_ids, start, end, seq.cache))
             scored = _prompt_positions(seq, start, end)
             samples = end == len(seq.token_ids)
             wanted.append((seq, scored, samples))

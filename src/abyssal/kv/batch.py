@@ -6,15 +6,16 @@ queries form one rectangular group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.pool import NO_PAGE, KVCache, PageTable, SequenceCache
+from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache, entry_slots
 from abyssal.kv.specs import ROLL_BACK, CacheSpec
+from abyssal.ops.ngram_hash import NgramHash
 from abyssal.ops.rope import rope_table
 
 QUERY_TILE = 64  # queries of one sequence that share a gather of their window; 32 and 128 measured slower on CPU
@@ -27,6 +28,7 @@ class Chunk:
     token_ids: list[int]
     start: int
     cache: SequenceCache
+    before: list[int] = field(default_factory=list)  # the ids in front of `start` that n-gram hashes look back to
 
     @property
     def end(self) -> int:
@@ -53,7 +55,7 @@ class QueryGroup:
 
 @dataclass(frozen=True, slots=True)
 class CompressFacts:
-    """Which groups of tokens a step pools for one ratio, and from which rows (V4 spec 2.9).
+    """Which groups of tokens a step pools for one ratio, and from which rows (V4 spec 2.9, V4.1 spec 3.6).
 
     G groups: first the E whose entries the step completes; then, of a ratio with running sums, those left open by sequences
     whose sums take up more rows.
@@ -96,6 +98,7 @@ class Batch:
     stores: dict[str, StoreFacts]  # kinds that store rows of single tokens: windows, states
     compress: dict[int, CompressFacts]  # ratio -> facts
     tables: dict[str, Tensor]  # whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
+    engram_rows: Tensor | None  # [engram layers, T, columns] int64 on the CPU, rows of the n-gram tables; None: there are none
 
     def entry_slots(self, spec: CacheSpec, layer: int, group: QueryGroup) -> Tensor:
         """Slots int32 [n, N] of the entries that a group's sequences have, N = the most that any of its queries sees.
@@ -109,8 +112,18 @@ class Batch:
         return slots.masked_fill_(index >= group.visible[spec.ratio][:, -1:], -1)
 
 
-def build_batch(config: ModelConfig, cache: KVCache, chunks: list[Chunk], logit_rows: list[int], device: torch.device) -> Batch:
-    """Facts for computing `chunks`; every chunk's pages are allocated, chunks of one token come first."""
+def build_batch(
+    config: ModelConfig,
+    cache: KVCache,
+    chunks: list[Chunk],
+    logit_rows: list[int],
+    device: torch.device,
+    ngrams: NgramHash | None = None,
+) -> Batch:
+    """Facts for computing `chunks`; every chunk's pages are allocated, chunks of one token come first.
+
+    `ngrams` is the hash of a model with n-gram tables.
+    """
     counts = np.array([len(c.token_ids) for c in chunks])
     offsets = np.concatenate([[0], np.cumsum(counts)])
     positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
@@ -126,24 +139,18 @@ def build_batch(config: ModelConfig, cache: KVCache, chunks: list[Chunk], logit_
         stores={n: _store_facts(s, chunks, offsets, device) for n, s in cache.specs.items() if _stores_tokens(s)},
         compress={r: _compress_facts(config, cache, r, chunks, offsets, positions_t) for r in ratios},
         tables={n: _stack_tables(n, s, chunks, device) for n, s in cache.specs.items() if s.lifetime == "context"},
+        engram_rows=None if ngrams is None else _engram_rows(ngrams, chunks),
     )
+
+
+def _engram_rows(ngrams: NgramHash, chunks: list[Chunk]) -> Tensor:
+    for chunk in chunks:
+        assert len(chunk.before) == min(chunk.start, ngrams.history), f"{len(chunk.before)} ids before position {chunk.start}"
+    return torch.from_numpy(np.concatenate([ngrams.rows(c.before, c.token_ids) for c in chunks], axis=1))
 
 
 def _stores_tokens(spec: CacheSpec) -> bool:
     return spec.lifetime != "context" and spec.ratio == 1
-
-
-def _slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
-    """Slots int32 [layers, n] of entry indices [n]; -1 for negative indices and where nothing is stored."""
-    if spec.lifetime == "record":
-        entries = entries % spec.record_entries
-    blocks = entries // spec.entries_per_page - table.first_block
-    held = (entries >= 0) & (blocks >= 0) & (blocks < table.pages.shape[1])
-    if table.pages.shape[1] == 0:
-        return np.full((len(spec.layers), len(entries)), -1, np.int32)
-    pages = table.pages[:, np.where(held, blocks, 0)]
-    slots = pages * spec.entries_per_page + (entries % spec.entries_per_page).astype(np.int32)
-    return np.where(held & (pages != NO_PAGE), slots, -1).astype(np.int32)
 
 
 def _store_facts(spec: CacheSpec, chunks: list[Chunk], offsets: np.ndarray, device: torch.device) -> StoreFacts:
@@ -151,7 +158,7 @@ def _store_facts(spec: CacheSpec, chunks: list[Chunk], offsets: np.ndarray, devi
     rows, slots = [], []
     for chunk, offset in zip(chunks, offsets, strict=False):
         first = max(chunk.start, spec.first_kept(chunk.end)) if spec.lifetime == "record" else chunk.start
-        where = _slots(spec, chunk.cache.tables[spec.name], np.arange(first, chunk.end))
+        where = entry_slots(spec, chunk.cache.tables[spec.name], np.arange(first, chunk.end))
         stored = np.flatnonzero(where[0] >= 0)
         rows.append(stored + first - chunk.start + offset)
         slots.append(where[:, stored])
@@ -176,6 +183,7 @@ def _compress_facts(
     """Which rows make up the entries and sums of a step: the step's own, older ones from the state kinds."""
     device = positions.device
     kinds = [n for n in (f"c{ratio}", f"c{ratio}_index") if n in cache.specs]
+    with_state = [n for n in kinds if f"{n}_state" in cache.specs]
     with_sums = [f"{n}_sums" for n in kinds if f"{n}_sums" in cache.specs]
     groups = _summed_groups(chunks, ratio) if with_sums else _whole_groups(chunks, ratio)
     entries = [np.arange(c.start // ratio, c.end // ratio) for c in chunks]
@@ -190,7 +198,7 @@ def _compress_facts(
     sources = np.where(used, np.where(groups.tokens < start, from_state, from_step), ends[-1] + offsets[-1])
 
     def slots(name: str, where: list[np.ndarray]) -> np.ndarray:
-        parts = [_slots(cache.specs[name], c.cache.tables[name], p) for c, p in zip(chunks, where, strict=True)]
+        parts = [entry_slots(cache.specs[name], c.cache.tables[name], p) for c, p in zip(chunks, where, strict=True)]
         return np.concatenate(parts, axis=1)
 
     carried = [np.arange(a, b) for a, b in zip(first, starts, strict=True)]
@@ -199,7 +207,7 @@ def _compress_facts(
     return CompressFacts(
         phases=positions % ratio,
         sources=torch.from_numpy(sources).to(device),
-        carried={f"{n}_state": torch.from_numpy(slots(f"{n}_state", carried)).to(device) for n in kinds},
+        carried={f"{n}_state": torch.from_numpy(slots(f"{n}_state", carried)).to(device) for n in with_state},
         carried_sums={n: torch.from_numpy(np.where(groups.has_sums, s, -1)).to(device) for n, s in sums.items()},
         sum_slots={n: torch.from_numpy(s[:, num_entries:]).long().to(device) for n, s in sums.items()},
         entry_slots={n: torch.from_numpy(slots(n, entries)).to(device) for n in kinds},
@@ -278,7 +286,7 @@ def _query_group(
     reach = spec.window - 1
     positions = np.array(starts)[:, None] + np.arange(size)  # [n, b]
     keys = np.array(starts)[:, None] + np.arange(-reach, size)  # [n, W + b - 1]
-    slots = [_slots(spec, chunks[s].cache.tables[spec.name], k) for s, k in zip(sequences, keys, strict=True)]
+    slots = [entry_slots(spec, chunks[s].cache.tables[spec.name], k) for s, k in zip(sequences, keys, strict=True)]
     distance = positions[:, :, None] - keys[:, None, :]
     mask = (distance >= 0) & (distance <= reach) & (keys >= 0)[:, None, :]
     visible = {r: (positions + 1) // r for r in ratios}

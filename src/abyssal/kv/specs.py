@@ -73,11 +73,12 @@ def plan_caches(config: ModelConfig, kv_layout: str, compressed_layout: str, ind
         entries = min(BLOCK_TOKENS // ratio, most_entries)
         bucket: Bucket = "small" if ratio == 128 else "main"
         specs.append(CacheSpec(f"c{ratio}", owners, compressed, ratio, "context", 0, 0, False, bucket, entries))
-        specs += _state(f"c{ratio}", owners, config.head_dim, ratio, "main")
+        if ratio > 1:
+            specs += _state(f"c{ratio}", owners, config.head_dim, ratio, "main")
         if indexed:
             keys = layouts.get(index_layout, config.index_head_dim)
             specs.append(CacheSpec(f"c{ratio}_index", indexed, keys, ratio, "context", 0, 0, False, "index", entries))
-            if config.family == "v4":  # V4.1 makes index keys from the finished entries (V4.1 spec 3.6)
+            if config.layers[indexed[0]].index_keys == "pooled":
                 specs += _state(f"c{ratio}_index", indexed, config.index_head_dim, ratio, "index")
     return _size_pages(specs, compressed.page_align)
 
@@ -88,8 +89,6 @@ def _state(kind: str, layers: tuple[int, ...], dim: int, ratio: int, bucket: Buc
     128 rows would cost more than the window. Of ratio 128 there are the last ROLL_BACK rows only, and sums over the group's rows
     before them: per channel the largest score m, s = sum of exp(score - m), and v = sum of exp(score - m) value.
     """
-    if ratio == 1:
-        return []
     groups = 2 if ratio == 4 else 1
     rows = layouts.state_rows(2 * groups * dim)
     if ratio < 128:
@@ -104,8 +103,8 @@ def _state(kind: str, layers: tuple[int, ...], dim: int, ratio: int, bucket: Buc
 def _size_pages(specs: list[CacheSpec], min_align: int) -> CachePlan:
     """Fix page sizes: a bucket's page is that of its largest whole-context kind and holds at least one row of state.
 
-    Windows, states and records then get as many entries per page as a power of two allows. Sizes are multiples of `min_align`, of
-    every layout's own alignment in the bucket, and of a 16-byte access.
+    Windows and states then get as many entries per page as a power of two allows. Sizes are multiples of `min_align`, of every KV
+    layout's own alignment in the bucket, and of a 16-byte access.
     """
     sizes: dict[Bucket, int] = {}
     aligns: dict[Bucket, int] = {}

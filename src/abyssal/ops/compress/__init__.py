@@ -1,4 +1,4 @@
-"""Compressor: pool groups of tokens into entries, normalise, rotate, store; and keep the state rows (V4 spec 2.9)."""
+"""Compressor: pool groups of tokens into entries, normalise, rotate, store; and keep the state rows (V4 spec 2.9, V4.1 spec 3.6)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def compress(
     rows: Tensor,
     norm: Tensor,
     facts: CompressFacts,
-    store: StoreFacts,
-    state: RecordView,
+    store: StoreFacts | None,
+    state: RecordView | None,
     sums: RecordView | None,
     entries: RecordView,
     layer_row: int,
@@ -26,18 +26,25 @@ def compress(
     rotate_keys: bool,
     eps: float,
     dtype: torch.dtype,
-) -> None:
+) -> Tensor:
     """Store the entries that this step completes and the state rows that later steps read.
 
     Args:
         rows: fp32 [T, 2 c D], per token the projection (c D values), then the scores with their position bias;
             c = 2 with overlap (first half for the next group's entry, second half for the own), else 1.
+            Without state (ratio 1) fp32 [T, D], projections only: every token is an entry.
         norm: fp32 [D], weight of the RMS norm after pooling.
+        store, state: where the state rows go; None for ratio 1.
         sums: running sums of open groups, fp32 [3 D] each (`accumulate`); None where `state` keeps all rows of a group.
         rotate_keys: Hadamard rotation after RoPE (V4's index keys).
         dtype: the run's dtype, to which pooled values are rounded.
+
+    Returns:
+        The normalised entries [E, D] in `dtype`, before RoPE.
     """
-    if facts.num_groups:
+    if state is None or store is None:
+        pooled = rows
+    elif facts.num_groups:
         carried = state.read(facts.carried[state.spec.name][layer_row])
         available = torch.cat([carried, rows, _empty_row(rows)])
         if sums is None:
@@ -47,11 +54,21 @@ def compress(
             complete, still_open = accumulate(available, facts.sources, before).tensor_split([facts.num_entries])
             pooled = complete[:, 2] / complete[:, 1]
             sums.write(facts.sum_slots[sums.spec.name][layer_row], still_open.flatten(1))
-        if facts.num_entries:
-            entry = rotate(rms_norm(pooled.to(dtype), norm, eps).float(), facts.rope).to(dtype)
-            entry = hadamard(entry) if rotate_keys else entry
-            entries.write(facts.entry_slots[entries.spec.name][layer_row], entry)
-    state.write(store.slots[layer_row], rows.index_select(0, store.rows))
+    else:
+        pooled = rows.new_empty(0, len(norm))
+    latent = rms_norm(pooled.to(dtype), norm, eps)
+    store_entries(latent, facts, entries, layer_row, rotate_keys)
+    if state is not None and store is not None:
+        state.write(store.slots[layer_row], rows.index_select(0, store.rows))
+    return latent
+
+
+def store_entries(latent: Tensor, facts: CompressFacts, entries: RecordView, layer_row: int, rotate_keys: bool) -> None:
+    """latent [E, D]: RoPE at the first token of each group, with `rotate_keys` the Hadamard rotation, then pack and store."""
+    if facts.num_entries:
+        entry = rotate(latent.to(torch.float32, copy=True), facts.rope).to(latent.dtype)
+        entry = hadamard(entry) if rotate_keys else entry
+        entries.write(facts.entry_slots[entries.spec.name][layer_row], entry)
 
 
 def pool(rows: Tensor, sources: Tensor, overlap: bool) -> Tensor:
