@@ -162,6 +162,13 @@ def test_a_model_of_other_sizes_has_plain_records_only() -> None:
     assert [stack["kv_layout"] for stack in report["stacks"]] == ["bf16"] and report["records"] == []
 
 
+def test_state_of_a_sequence() -> None:
+    """8 rows of ratio-4 state (V4 spec 6.1), 38,912 bytes of ratio 128."""
+    report = report_for("v4-pro")
+    assert report["state"] * 2**30 == 30 * (65536 + 16384) + 31 * 38912
+    assert report_for("v4-flash")["state"] * 2**30 == 21 * (65536 + 16384) + 20 * 38912
+
+
 def test_cost_by_length() -> None:
     report = report_for("v4-pro", context=5000)
     assert [entry["tokens"] for entry in report["lengths"]] == [1024, 4096, 5000, 32768, MILLION]
