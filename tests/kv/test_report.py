@@ -162,6 +162,13 @@ def test_a_model_of_other_sizes_has_plain_records_only() -> None:
     assert [stack["kv_layout"] for stack in report["stacks"]] == ["bf16"] and report["records"] == []
 
 
+def test_state_of_a_sequence() -> None:
+    """8 rows of ratio-4 state (V4 spec 6.1), 38,912 bytes of ratio 128."""
+    report = report_for("v4-pro")
+    assert report["state"] * 2**30 == 30 * (65536 + 16384) + 31 * 38912
+    assert report_for("v4-flash")["state"] * 2**30 == 21 * (65536 + 16384) + 20 * 38912
+
+
 def test_cost_by_length() -> None:
     report = report_for("v4-pro", context=5000)
     assert [entry["tokens"] for entry in report["lengths"]] == [1024, 4096, 5000, 32768, MILLION]
@@ -201,6 +208,7 @@ def test_pages_are_what_the_pool_takes(options: dict[str, str]) -> None:
     seq, ends = cache.new_sequence(), [*range(2048, 20000, 2048), 20000, *range(20001, 20140)]
     for start, end in zip([0, *ends], ends, strict=False):
         assert cache.allocate(seq, start, end)
+        cache.commit(seq, [], end)
         cache.release_unneeded(seq, end)
         assert in_use(cache) == pytest.approx(sequence_totals(plan, end)["pages"] * 2**30, rel=1e-9), end
         by_kind = {cost.spec.name: cost.pages // plan.page_bytes[cost.spec.bucket] for cost in sequence_cost(plan, end)}
@@ -214,6 +222,7 @@ def prefill(cache: KVCache, tokens: int, step: int) -> bool:
         end = min(start + step, tokens)
         if not cache.allocate(seq, start, end):
             return False
+        cache.commit(seq, [], end)
         cache.release_unneeded(seq, end)
     return True
 
@@ -245,6 +254,7 @@ def test_m05_the_schedulers_limit_is_that_of_the_pools(tokens: int) -> None:
     while scheduled := scheduler.schedule():
         for seq, count in scheduled:
             seq.num_computed += count
+            cache.commit(seq.cache, seq.token_ids, seq.num_computed)
             cache.release_unneeded(seq.cache, seq.num_computed)
     real = next(n for n in itertools.count() if not prefill_many(plan, pages, n + 1, tokens))
     assert 3 < real < 64 and 0.9 * real <= len(scheduler.running) <= real and not scheduler.num_preemptions
