@@ -24,7 +24,7 @@ CONFIG = small_config([0, 4, 128, 4])
 PLAN = plan_caches(CONFIG, "fp32", "bf16", "index_bf16")
 PAGES = {"main": 150, "index": 60, "small": 14}
 LONGEST = 800
-COMMON = [random.Random(0).randrange(150) for _ in range(LONGEST)]
+COMMON = random.Random(0).choices(range(150), k=LONGEST)
 
 
 def text(parts_at: int, seed: int) -> list[int]:
