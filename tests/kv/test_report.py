@@ -15,6 +15,7 @@ from abyssal.engine.request import EngineRequest, SamplingParams
 from abyssal.engine.sampler import SamplerState
 from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
+from abyssal.engine.swap import SwapSpace
 from abyssal.kv.planner import divide_budget, fitting_sequences, sequence_cost
 from abyssal.kv.pool import KVCache
 from abyssal.kv.report import KV_STACKS, capacity_report, memory_report, sequence_totals
@@ -246,7 +247,7 @@ def test_m05_the_schedulers_limit_is_that_of_the_pools(tokens: int) -> None:
     plan = plan_caches(TINY, "v4", "v4", "index_fp8")
     pages = divide_budget(plan, 120 << 20, 64, 512, 8192).num_pages
     cache = KVCache(plan, pages, CPU)
-    scheduler = Scheduler(cache, 512, 64)
+    scheduler = Scheduler(cache, SwapSpace(cache, plan, 0), 512, 64)
     for i in range(64):
         request = EngineRequest(str(i), [1] * tokens, SamplingParams())
         sampler = SamplerState(request.params, request.prompt_ids, [], fallback_seed=(0, i))
