@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from abyssal.kv.handover import HandOver, export, restore
 from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache
-from abyssal.kv.prefix import PrefixIndex
+from abyssal.kv.prefix import PrefixIndex, block_keys
 from abyssal.kv.specs import BLOCK_TOKENS, ROLL_BACK, plan_caches
 from tests.support.small_model import small_config
 from tests.support.tagging import TaggingModel
@@ -22,9 +22,9 @@ from tests.support.tagging import TaggingModel
 CPU = torch.device("cpu")
 CONFIG = small_config([0, 4, 128, 4])
 PLAN = plan_caches(CONFIG, "fp32", "bf16", "index_bf16")
-PAGES = {"main": 90, "index": 50, "small": 14}
+PAGES = {"main": 150, "index": 60, "small": 14}
 LONGEST = 800
-COMMON = [random.Random(0).randrange(150) for _ in range(LONGEST)]
+COMMON = random.Random(0).choices(range(150), k=LONGEST)
 
 
 def text(parts_at: int, seed: int) -> list[int]:
@@ -90,14 +90,18 @@ class KVMachine(RuleBasedStateMachine):
                 live.cache.commit(live.seq, live.tokens, live.seq.num_tokens + count, rejected=wrong)
         return True
 
-    @rule(cache=st.integers(0, 1), parts_at=st.sampled_from([0, 255, 256, 300, 512, 700]), length=st.integers(1, 600))
+    @rule(
+        cache=st.integers(0, 1),
+        parts_at=st.sampled_from([600, 512, 300, 256, 255]),
+        length=st.one_of(st.sampled_from([257, 300, 513, 600]), st.integers(1, 300)),
+    )
     def start(self, cache: int, parts_at: int, length: int) -> None:
         self.begin(self.caches[cache], text(parts_at, seed=parts_at), length)
 
     @precondition(lambda self: self.live)
     @rule(
         which=st.integers(0, 99),
-        count=st.one_of(st.integers(1, 9), st.integers(1, 300)),
+        count=st.one_of(st.integers(1, 9), st.sampled_from([120, 128, 250, 256])),
         second=st.integers(0, 9),
         drafts=st.tuples(st.integers(0, ROLL_BACK), st.integers(0, ROLL_BACK)),
     )
@@ -224,6 +228,8 @@ class KVMachine(RuleBasedStateMachine):
                         other = owners.setdefault((spec.bucket, page), live)
                         end = (table.first_block + column + 1) * spec.entries_per_page * spec.ratio
                         assert other is live or (self.prefix and other.tokens[:end] == live.tokens[:end]), name
+                block_keys(keys := [], live.seq.root, live.tokens[: len(live.seq.blocks) * BLOCK_TOKENS])
+                assert [block.key for block in live.seq.blocks] == keys, "a block is known by other tokens than it holds"
 
     def teardown(self) -> None:
         """What is left can be had to the last page, by any kind."""
@@ -243,7 +249,7 @@ class KVMachineWithoutPrefix(KVMachine):
     prefix = False
 
 
-QUICK = settings(max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("machine", [KVMachine, KVMachineWithoutPrefix])

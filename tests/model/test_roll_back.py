@@ -18,7 +18,7 @@ from tests.support.small_model import config_dict
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-4
-IDS = [random.Random(1).randrange(160) for _ in range(330)]
+IDS = random.Random(1).choices(range(160), k=330)
 WRONG = [(token + 71) % 160 for token in IDS]
 
 
