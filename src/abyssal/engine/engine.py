@@ -62,6 +62,7 @@ class EngineStats:
     num_swapped: int  # preemptions whose caches were copied to the host
     num_steps: int
     prompt_tokens: int  # computed so far, recomputation included
+    cached_tokens: int  # of prompts, taken from the prefix index instead
     generation_tokens: int
     pages_total: dict[str, int]  # by bucket
     pages_free: dict[str, int]  # with those that only the prefix index holds
@@ -102,7 +103,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._sequences: dict[str, Sequence] = {}
         self._requests_seen = 0
-        self._steps = self._prompt_tokens = self._generation_tokens = 0
+        self._steps = self._prompt_tokens = self._cached_tokens = self._generation_tokens = 0
         self._log_start()
 
     def _log_start(self) -> None:
@@ -239,6 +240,7 @@ class Engine:
             num_swapped=self.swap.num_saved,
             num_steps=self._steps,
             prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
             generation_tokens=self._generation_tokens,
             pages_total={str(b): p.num_pages for b, p in pools.items()},
             pages_free={str(b): p.num_available for b, p in pools.items()},
@@ -334,6 +336,8 @@ class Engine:
         seq.token_ids.append(token.token_id)
         seq.sampler.append(token.token_id)
         self._generation_tokens += 1
+        if seq.num_output == 1:
+            self._cached_tokens += seq.num_cached
         reason, stop_id = self._finish_reason(seq, token.token_id)
         if reason is not None:
             self._end(seq)
