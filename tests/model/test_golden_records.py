@@ -31,7 +31,9 @@ PROMPTS = {
 }
 CASES = [(name, length) for name, lengths in PROMPTS.items() for length in lengths]
 released_layout = layouts.get
-MAX_PUSHED = 3  # values on a boundary that the reference rounded the other way, per prompt
+LONG = ("v41_h512", 300)  # has 480 open values
+TARGET = 1e-4  # no prompt's tolerance is less
+MAX_PUSHED = 8  # values on a boundary that the reference rounded the other way, of several 100,000 per prompt
 
 
 def layout_of_any_width(name: str, dim: int | None = None) -> Layout:
@@ -89,16 +91,22 @@ class Stored:
             }
 
     def first_wrong(self, logits: Tensor) -> int:
-        """The first position beyond the prompt's tolerance, or the number of positions."""
-        wrong = ((logits - self.logits).abs().amax(1) > self.tolerance).nonzero()
+        """The first position that is off by more than noise, or the number of positions."""
+        wrong = ((logits - self.logits).abs().amax(1) > TARGET).nonzero()
         return int(wrong[0]) if len(wrong) else len(self.ids)
 
 
-@pytest.mark.parametrize(("name", "length"), CASES)
+@pytest.mark.parametrize(
+    ("name", "length"), [pytest.param(*case, marks=pytest.mark.long if case == LONG else ()) for case in CASES]
+)
+@pytest.mark.timeout(1200)
 def test_whole_prompt(
     name: str, length: int, goldens: Callable[[str], Path], packed: Callable[[str], LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every row within the prompt's tolerance, and the stored choices, once values on a boundary fall as the reference's did."""
+    """Every row within 1e-4, and the stored choices, once the few values on a boundary fall as the reference's did.
+
+    The prompts' own tolerances, 1e-4 to 1e-2, leave room for values that fall the other way.
+    """
     stored, llm, rounding = Stored(goldens(name), length), packed(name), Rounding(monkeypatch, length)
     chosen, masks = record_choices(monkeypatch)
 
@@ -118,6 +126,7 @@ def test_whole_prompt(
                 f"position {wrong} is off by {(logits - stored.logits)[wrong].abs().max():.1e}, whatever open values round to"
             )
         assert len(rounding.pushed) <= MAX_PUSHED, f"{rounding.pushed} are too many to be chance"
+    assert (logits - stored.logits).abs().max() <= min(TARGET, stored.tolerance)
     for layer, rows in stored.chosen.items():
         assert [chosen[layer][p] for p in range(length)] == [set(row.tolist()) - {-1} for row in rows]
     for layer, rows in stored.candidates.items():
