@@ -14,7 +14,7 @@ from tests.support.small_model import small_config
 
 CPU = torch.device("cpu")
 CONFIG = small_config([0, 4, 128, 4])
-PLAN = plan_caches(CONFIG, "fp32", "bf16", "index_bf16")
+PLAN = plan_caches(CONFIG, "fp32", "fp32", "index_bf16")
 
 
 def held_pages(cache: KVCache, sequences) -> dict[str, list[int]]:
@@ -65,7 +65,7 @@ def test_windows_shrink_and_whole_context_stays():
 
 
 def test_a_pool_emptied_by_one_kind_serves_another():
-    cache = KVCache(PLAN, {"main": 32, "index": 100, "small": 100}, CPU)
+    cache = KVCache(PLAN, {"main": 24, "index": 100, "small": 100}, CPU)
     first, second = cache.new_sequence(), cache.new_sequence()
     assert cache.allocate(first, 0, 40)
     assert not cache.allocate(second, 0, 400)

@@ -13,7 +13,7 @@ from abyssal.kv.specs import BLOCK_TOKENS, plan_caches
 from tests.support.small_model import small_config
 
 CPU = torch.device("cpu")
-PLAN = plan_caches(small_config([0, 4, 128, 4]), "fp32", "bf16", "index_bf16")
+PLAN = plan_caches(small_config([0, 4, 128, 4]), "fp32", "fp32", "index_bf16")
 ROOM = {"main": 400, "index": 100, "small": 60}
 
 
@@ -97,6 +97,17 @@ def test_windows_inside_a_chain_go_first_then_the_oldest_leaf():
     assert reusable(cache, old[:1000]) == reusable(cache, new[:1000]) == 0
     cache._make_room("main", main.num_free + 1)
     assert reusable(cache, old) == 0 and reusable(cache, new) == 1024
+
+
+def test_windows_of_a_fork_that_lost_one_side_can_be_had():
+    cache = cache_of(ROOM)
+    side = computed(cache, [*TOKENS[:256], *range(300)])
+    live = computed(cache, TOKENS[:556])
+    cache.free(side)
+    main = cache.pools["main"]
+    wanted = main.num_available
+    cache._make_room("main", wanted)
+    assert main.num_free == wanted and main.num_idle == 0 and live.blocks
 
 
 def test_what_a_sequence_uses_is_never_taken():

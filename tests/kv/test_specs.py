@@ -56,7 +56,7 @@ def released(name):
 def test_padding_of_the_whole_context_kinds_stays_under_3_percent(model, kv, index):
     plan = plan_caches(released(model), *kv, index)
     paid = sum(count * plan.page_bytes[bucket] for bucket, count in block_pages(plan).items())
-    lasting = [spec for spec in plan.specs.values() if spec.window is None]
+    lasting = [spec for spec in plan.specs.values() if spec.lifetime == "context"]
     payload = sum(len(s.layers) * BLOCK_TOKENS // s.ratio * s.layout.bytes_per_entry for s in lasting)
     assert payload <= paid < 1.03 * payload
     for spec in plan.specs.values():

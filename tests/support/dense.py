@@ -1,7 +1,8 @@
-"""V4's forward pass over one whole sequence, without pages, batches or chunks: dense masks, every query at once.
+"""V4's forward pass over one whole sequence, without pages, block tables or chunks: every cache is one tensor indexed by position.
 
-Shares weights and single ops with the engine, but none of its KV memory. Stored rows pass through `round_trip`, so that a record
-layout acts as it does in the caches.
+Products have the shapes that the engine gives them when it computes the sequence in one step, so that rows to be stored are equal to
+the bit: else a rounding difference would turn up as another code of a packed record. Stored rows are replaced by
+decode(encode(row)).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.kv import codec
+from abyssal.kv.batch import QUERY_TILE
 from abyssal.kv.layouts import Layout
 from abyssal.model.attention import Attention
 from abyssal.model.compressor import Compressor
@@ -21,9 +23,11 @@ from abyssal.model.model import Model
 from abyssal.ops import hyper_connection as hc
 from abyssal.ops.hadamard import hadamard
 from abyssal.ops.index_query import index_query
+from abyssal.ops.index_score import index_score
 from abyssal.ops.linear import linear, linear_grouped
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.rope import rope_table, rotate
+from abyssal.ops.sparse_attention import sparse_attention
 
 RoundTrip = Callable[[str, Tensor], Tensor]  # cache kind, rows [n, d] -> what a reader finds
 
@@ -55,6 +59,7 @@ class _Dense:
         self.config, self.layouts, self.length = config, layouts, length
         self.round_trip = through_records(layouts)
         self.positions = torch.arange(length)
+        self.reach = config.sliding_window - 1
         self.rope = {
             "main": rope_table(self.positions, config.rope_main),
             "compress": rope_table(self.positions, config.rope_compress),
@@ -67,20 +72,28 @@ class _Dense:
         q = linear(latent, att.wq_b).view(-1, config.num_heads, config.head_dim)
         q = rotate(rms_norm(q, None, config.rms_eps), rope.unsqueeze(1))
         kv = rotate(rms_norm(linear(x, att.wkv), att.kv_norm, config.rms_eps), rope)
-        keys = self.round_trip("window", kv)
-        distance = self.positions[:, None] - self.positions
-        seen = (distance >= 0) & (distance < config.sliding_window)
-        if att.compressor is not None:
-            entries = self.entries(att.compressor, x)
-            visible = torch.arange(len(entries)) < ((self.positions + 1) // plan.ratio)[:, None]
-            if att.indexer is not None:
-                visible &= self.chosen(att.indexer, x, latent, visible)
-            keys, seen = torch.cat([keys, entries]), torch.cat([seen, visible], dim=1)
+        window = torch.cat([kv.new_zeros(self.reach, kv.shape[1]), self.round_trip("window", kv)])  # row i: position i - reach
+        entries = None if att.compressor is None else self.entries(att.compressor, x)
+        choose = None if att.indexer is None else self.chooser(att.indexer, x, latent)
         out = torch.empty_like(q)
-        for head in range(config.num_heads):
-            scores = (q[:, head] @ keys.T * config.head_dim**-0.5).masked_fill(~seen, -torch.inf)
-            scores = torch.cat([scores, att.sink[head].expand(self.length, 1)], dim=1)
-            out[:, head] = scores.softmax(-1)[:, :-1] @ keys
+        for start in range(0, self.length, QUERY_TILE):
+            tile = self.positions[start : start + QUERY_TILE]
+            keys = torch.arange(start - self.reach, start + len(tile))
+            distance = tile[:, None] - keys
+            hidden = (distance < 0) | (distance > self.reach) | (keys < 0)
+            shown, entries_hidden = None, None
+            if entries is not None and (most := (start + len(tile)) // plan.ratio):
+                visible = (tile + 1) // plan.ratio
+                chosen = choose(tile, visible, most) if choose is not None else None
+                if chosen is None:
+                    shown, entries_hidden = entries[None, :most], torch.arange(most) >= visible[None, :, None]
+                else:
+                    shown = entries[chosen.clamp(min=0)].masked_fill_((chosen < 0).unsqueeze(-1), 0.0)
+                    entries_hidden = chosen < 0
+            out[tile] = sparse_attention(
+                q[None, tile], window[None, start : start + self.reach + len(tile)], hidden[None], shown, entries_hidden, att.sink,
+                config.head_dim**-0.5,
+            ).squeeze(0)  # fmt: skip
         out = rotate(out, rope.conj().unsqueeze(1))
         return linear(linear_grouped(out.view(self.length, config.o_groups, -1), att.wo_a).flatten(1), att.wo_b)
 
@@ -96,11 +109,16 @@ class _Dense:
             before = torch.cat([torch.zeros_like(early[:1]), early[:-1]])
             before_s = torch.cat([torch.full_like(early_s[:1], -torch.inf), early_s[:-1]])
             values, scores = torch.cat([before, late], dim=1), torch.cat([before_s, late_s], dim=1)
-        pooled = rms_norm((values * scores.softmax(1)).sum(1), compressor.norm, compressor.rms_eps)
+        if ratio == 128:
+            weights = (scores - scores.amax(1, keepdim=True)).exp()
+            pooled = (weights * values).sum(1) / weights.sum(1)
+        else:
+            pooled = (values * scores.softmax(1)).sum(1)
+        pooled = rms_norm(pooled, compressor.norm, compressor.rms_eps)
         entry = rotate(pooled, self.rope["compress"][: count * ratio : ratio])
         return self.round_trip(compressor.kind, hadamard(entry) if compressor.kind.endswith("_index") else entry)
 
-    def chosen(self, indexer: Indexer, x: Tensor, latent: Tensor, visible: Tensor) -> Tensor:
+    def chooser(self, indexer: Indexer, x: Tensor, latent: Tensor) -> Callable[[Tensor, Tensor, int], Tensor | None]:
         keys = self.entries(indexer.compressor, x)
         q, weights = index_query(
             linear(latent, indexer.wq_b).view(-1, indexer.heads, indexer.dim),
@@ -109,8 +127,14 @@ class _Dense:
             rotate_query=True,
             grid=self.layouts[indexer.compressor.kind].grid,
         )
-        scores = torch.zeros(visible.shape)
-        for head in range(indexer.heads):
-            scores += (q[:, head] @ keys.T).relu() * weights[:, head : head + 1]
-        order = scores.masked_fill(~visible, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-        return torch.zeros_like(visible).scatter_(1, order[:, : indexer.topk], True)
+
+        def choose(tile: Tensor, visible: Tensor, most: int) -> Tensor | None:
+            """Entries [1, b, K] of the queries at `tile`, -1 for none; None: all that are visible."""
+            if most <= indexer.topk:
+                return None
+            scores = index_score(q[None, tile], weights[None, tile], keys[None, :most], visible[None])
+            order = scores.sort(dim=-1, descending=True, stable=True).indices[..., : indexer.topk]
+            chosen = order.masked_fill(order >= visible[None, :, None], most).sort(dim=-1).values
+            return chosen.masked_fill(chosen == most, -1)
+
+        return choose

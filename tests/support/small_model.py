@@ -28,6 +28,15 @@ def small_config(ratios: list[int], **changes: Any) -> ModelConfig:
     return parse_model_config(config_dict(ratios, **changes))
 
 
+def every_kind(**changes: Any) -> dict[str, Any]:
+    """A `config.json` of six layers of all kinds, with the released window and a selection that bites at 64 tokens."""
+    settings = {
+        "sliding_window": 128, "index_topk": 16, "num_hash_layers": 1, "n_routed_experts": 8, "max_position_embeddings": 1 << 20,
+        "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1},
+    }  # fmt: skip
+    return config_dict([0, 0, 4, 128, 4, 128], **(settings | changes))
+
+
 def v41_config_dict(ratios: list[int], kv_sources: list[int], index_sources: list[int], **changes: Any) -> dict[str, Any]:
     """A `config.json` of a small V4.1 model without n-gram tables; candidates come from the last KV source."""
     base = config_dict(ratios) | {

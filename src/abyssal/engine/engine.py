@@ -19,6 +19,8 @@ from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, 
 from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
 from abyssal.errors import EngineDeadError, RequestError
+from abyssal.kv.handover import HandOver, check, export, restore
+from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
 from abyssal.tokenizer import Tokenizer
 
@@ -63,6 +65,7 @@ class EngineStats:
     pages_cached: dict[str, int]  # these
     page_bytes: dict[str, int]
     pages_by_kind: dict[str, int]
+    bytes_by_kind: dict[str, int]  # of those pages
 
 
 class Engine:
@@ -106,6 +109,11 @@ class Engine:
             "KV cache %.2f GiB: %d tokens of one sequence, windows of %d sequences; max_model_len %d",
             sizes.total_bytes / 2**30, self.runner.capacity_tokens, sizes.num_sequences, self.runner.max_model_len,
         )  # fmt: skip
+        kinds = ", ".join(f"{name} {size:g}" for name, size in token_bytes(self.runner.plan).items())
+        log.info(
+            "bytes per token: %s; windows and states: up to %.2f MiB of pages per sequence",
+            kinds or "none", fixed_bytes(self.runner.plan) / 2**20,
+        )  # fmt: skip
 
     def add(self, request: EngineRequest) -> None:
         """Queue `request`.
@@ -113,16 +121,19 @@ class Engine:
         Raises:
             RequestError: it can never be served as asked.
         """
+        seq = self._new_sequence(request, [])
+        self._sequences[request.request_id] = seq
+        self.scheduler.waiting.append(seq)
+
+    def _new_sequence(self, request: EngineRequest, output_ids: list[int]) -> Sequence:
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is already in use", param="request_id")
         max_new_tokens = check_request(request, self.info.limits)
         self._requests_seen += 1
-        sampler = SamplerState(
-            request.params, request.prompt_ids, self.info.eos_token_ids, fallback_seed=(self.config.seed, self._requests_seen)
-        )
-        seq = Sequence(request, self.cache.new_sequence(request.cache_salt), sampler, max_new_tokens, list(request.prompt_ids))
-        self._sequences[request.request_id] = seq
-        self.scheduler.waiting.append(seq)
+        seed = (self.config.seed, self._requests_seen)
+        sampler = SamplerState(request.params, request.prompt_ids, self.info.eos_token_ids, seed, output_ids)
+        token_ids = [*request.prompt_ids, *output_ids]
+        return Sequence(request, self.cache.new_sequence(request.cache_salt), sampler, max_new_tokens, token_ids)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended."""
@@ -164,6 +175,42 @@ class Engine:
             self.cache.free(cache)
         return torch.cat(parts)
 
+    def export_sequence(self, request_id: str) -> HandOver:
+        """What is computed of a running request, for `import_sequence` of another engine. The request goes on here, too.
+
+        Raises:
+            RequestError: the request is unknown or nothing of it is in the caches.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None or seq.num_computed == 0:
+            raise RequestError(f"request {request_id!r} has nothing in the caches; export it while it runs", param="request_id")
+        return export(self.cache, seq.cache, seq.token_ids)
+
+    def import_sequence(self, request: EngineRequest, handed: HandOver) -> None:
+        """Take up `request` where another engine left it: the next step computes the first token that `handed` lacks.
+
+        Tokens that `handed` has beyond the prompt are output that its engine has reported already.
+
+        Raises:
+            HandOverError: `handed` is of another model or layout, or damaged.
+            RequestError: the request is not the one handed over, cannot be served, or there is no room at this time.
+        """
+        check(self.cache, handed)
+        prompt, output = request.prompt_ids, handed.token_ids[len(request.prompt_ids) :]
+        seq = self._new_sequence(request, output)
+        if handed.token_ids[: len(prompt)] != prompt:
+            raise RequestError("the hand-over has another prompt than the request", param="prompt")
+        check_ids("token_ids", output, self.info.vocab_size)
+        if handed.num_tokens >= len(seq.token_ids) or len(output) >= seq.max_new_tokens:
+            raise RequestError("the hand-over leaves nothing to compute; raise max_tokens", param="max_tokens")
+        if request.params.prompt_logprobs is not None and not output:
+            raise RequestError("prompt_logprobs need the whole prompt to be computed by one engine", param="prompt_logprobs")
+        if len(self.scheduler.running) >= self.config.max_num_seqs or not restore(self.cache, seq.cache, handed):
+            raise RequestError(f"no room for a sequence of {handed.num_tokens} tokens now; try again when requests have ended")
+        seq.num_computed = handed.num_tokens
+        self._sequences[request.request_id] = seq
+        self.scheduler.running.append(seq)
+
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
 
@@ -193,6 +240,9 @@ class Engine:
             pages_cached={str(b): p.num_idle for b, p in pools.items()},
             page_bytes={str(b): p.page_bytes for b, p in pools.items()},
             pages_by_kind=dict(self.cache.used_by_kind),
+            bytes_by_kind={
+                n: count * pools[self.cache.specs[n].bucket].page_bytes for n, count in self.cache.used_by_kind.items()
+            },
         )
 
     def _refuse_head(self) -> list[RequestUpdate]:

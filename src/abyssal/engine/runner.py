@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -33,16 +34,15 @@ class Runner:
         dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
         # Before the weights: a layout that does not fit is cheap to find.
-        plan = plan_caches(model_config, *config.record_layouts)
+        self.plan = plan_caches(model_config, *config.record_layouts)
         weights = load_weights(folder, model_config, self.device, dtype, True, config.engram_cache_bytes)
         self.model = Model(weights, model_config, dtype)
         longest = config.max_model_len or model_config.max_position
-        self.sizes = divide_budget(plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
+        self.sizes = divide_budget(self.plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
         self.max_model_len = self._max_model_len(self.sizes)
-        identity = repr((str(folder.resolve()), config.dtype, config.record_layouts))
-        self.cache = KVCache(
-            plan, self.sizes.num_pages, self.device, PrefixIndex(identity) if config.enable_prefix_caching else None
-        )
+        identity = self._identity()
+        prefix = PrefixIndex(repr((identity, config.record_layouts))) if config.enable_prefix_caching else None
+        self.cache = KVCache(self.plan, self.sizes.num_pages, self.device, prefix, identity)
 
     @property
     def capacity_tokens(self) -> int:
@@ -57,6 +57,12 @@ class Runner:
         """Tokens [start, end) of the sequence `token_ids`, with what its n-gram hashes need of the tokens before."""
         history = self.ngrams.history if self.ngrams is not None else 0
         return Chunk(token_ids[start:end], start, cache, token_ids[max(0, start - history) : start])
+
+    def _identity(self) -> str:
+        """Says which model and dtype make the records, wherever the checkpoint lies: any training changes the weights sampled here."""
+        facts = repr((self.model_config, self.config.dtype)).encode()
+        sample = torch.cat([self.model.norm.flatten().float(), self.model.head[:8].flatten().float()])
+        return hashlib.sha256(facts + sample.cpu().numpy().tobytes()).hexdigest()
 
     def _budget(self) -> int:
         if self.config.kv_cache_bytes is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.pool import NO_PAGE, KVCache, PageTable, SequenceCache
+from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache, entry_slots
 from abyssal.kv.specs import ROLL_BACK, CacheSpec
 from abyssal.ops.ngram_hash import NgramHash
 from abyssal.ops.rope import rope_table
@@ -153,25 +153,12 @@ def _stores_tokens(spec: CacheSpec) -> bool:
     return spec.lifetime != "context" and spec.ratio == 1
 
 
-def _slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
-    """Slots int32 [layers, n] of entry indices [n]; -1 for negative indices and where nothing is stored."""
-    if spec.lifetime == "record":
-        entries = entries % spec.record_entries
-    blocks = entries // spec.entries_per_page - table.first_block
-    held = (entries >= 0) & (blocks >= 0) & (blocks < table.pages.shape[1])
-    if table.pages.shape[1] == 0:
-        return np.full((len(spec.layers), len(entries)), -1, np.int32)
-    pages = table.pages[:, np.where(held, blocks, 0)]
-    slots = pages * spec.entries_per_page + (entries % spec.entries_per_page).astype(np.int32)
-    return np.where(held & (pages != NO_PAGE), slots, -1).astype(np.int32)
-
-
 def _store_facts(spec: CacheSpec, chunks: list[Chunk], offsets: np.ndarray, device: torch.device) -> StoreFacts:
     """Rows and slots of the tokens for which `spec` has pages; for a tail-only kind these are few of a long chunk."""
     rows, slots = [], []
     for chunk, offset in zip(chunks, offsets, strict=False):
         first = max(chunk.start, spec.first_kept(chunk.end)) if spec.lifetime == "record" else chunk.start
-        where = _slots(spec, chunk.cache.tables[spec.name], np.arange(first, chunk.end))
+        where = entry_slots(spec, chunk.cache.tables[spec.name], np.arange(first, chunk.end))
         stored = np.flatnonzero(where[0] >= 0)
         rows.append(stored + first - chunk.start + offset)
         slots.append(where[:, stored])
@@ -211,7 +198,7 @@ def _compress_facts(
     sources = np.where(used, np.where(groups.tokens < start, from_state, from_step), ends[-1] + offsets[-1])
 
     def slots(name: str, where: list[np.ndarray]) -> np.ndarray:
-        parts = [_slots(cache.specs[name], c.cache.tables[name], p) for c, p in zip(chunks, where, strict=True)]
+        parts = [entry_slots(cache.specs[name], c.cache.tables[name], p) for c, p in zip(chunks, where, strict=True)]
         return np.concatenate(parts, axis=1)
 
     carried = [np.arange(a, b) for a, b in zip(first, starts, strict=True)]
@@ -299,7 +286,7 @@ def _query_group(
     reach = spec.window - 1
     positions = np.array(starts)[:, None] + np.arange(size)  # [n, b]
     keys = np.array(starts)[:, None] + np.arange(-reach, size)  # [n, W + b - 1]
-    slots = [_slots(spec, chunks[s].cache.tables[spec.name], k) for s, k in zip(sequences, keys, strict=True)]
+    slots = [entry_slots(spec, chunks[s].cache.tables[spec.name], k) for s, k in zip(sequences, keys, strict=True)]
     distance = positions[:, :, None] - keys[:, None, :]
     mask = (distance >= 0) & (distance <= reach) & (keys >= 0)[:, None, :]
     visible = {r: (positions + 1) // r for r in ratios}

@@ -74,6 +74,9 @@ _LAYOUTS = {
     )
 }
 
+# What one layer of a V3.2-style stack keeps of a token in bf16, for comparison: latent, rotary key, index key (V4 spec 6.2).
+V32_TOKEN_BYTES = (512 + 64 + 128) * torch.bfloat16.itemsize
+
 
 def get(name: str, dim: int | None = None) -> Layout:
     """The layout called `name`, for entries of `dim` values (default: the released models' width).

@@ -112,6 +112,7 @@ class SequenceCache:
     blocks: list[Block] = field(default_factory=list)  # in the prefix index, from the first on
     num_tokens: int = 0  # computed and not taken back
     folded: int = 0  # token up to which rows of its group are in the sums of record kinds; the rows from there on are kept
+    final: int = 0  # tokens that cannot be taken back any more
 
     def folded_after(self, end: int) -> int:
         """`folded` after a step that ends at token `end`."""
@@ -122,11 +123,21 @@ class KVCache:
     """The pools of a model and the rules by which sequences take and return pages."""
 
     def __init__(
-        self, plan: CachePlan, num_pages: dict[Bucket, int], device: torch.device, prefix: PrefixIndex | None = None
+        self,
+        plan: CachePlan,
+        num_pages: dict[Bucket, int],
+        device: torch.device,
+        prefix: PrefixIndex | None = None,
+        identity: str = "",
     ) -> None:
-        """`prefix`: where complete blocks are kept for later sequences; None: nothing is kept."""
+        """
+        Args:
+            prefix: where complete blocks are kept for later sequences; None: nothing is kept.
+            identity: says what makes the records: model and number format.
+        """
         self.specs = plan.specs
         self.prefix = prefix
+        self.identity = identity
         self.pools = {b: PagePool(size, num_pages[b], device) for b, size in plan.page_bytes.items()}
         self.views = {name: RecordView(self.pools[s.bucket].data, s) for name, s in plan.specs.items()}
         self.used_by_kind = dict.fromkeys(plan.specs, 0)  # pages that sequences hold, shared ones once
@@ -145,7 +156,14 @@ class KVCache:
         return self._allocate(seq, start, end, inner) or (bool(inner) and self._allocate(seq, start, end, []))
 
     def _allocate(self, seq: SequenceCache, start: int, end: int, stops: list[int]) -> bool:
-        wanted = {name: self._missing_blocks(spec, seq.tables[name], start, end, stops) for name, spec in self.specs.items()}
+        return self._take({n: self._missing_blocks(s, seq.tables[n], start, end, stops) for n, s in self.specs.items()}, seq)
+
+    def allocate_restored(self, seq: SequenceCache, tokens: int) -> bool:
+        """Give the empty `seq` pages for what a sequence of `tokens` tokens reads next: all, or none and False."""
+        blocks = {n: self._stop_blocks(s, tokens) if s.lifetime == "window" else s.blocks(tokens) for n, s in self.specs.items()}
+        return self._take({name: list(wanted) for name, wanted in blocks.items()}, seq)
+
+    def _take(self, wanted: dict[str, list[int]], seq: SequenceCache) -> bool:
         need = dict.fromkeys(self.pools, 0)
         for name, blocks in wanted.items():
             need[self.specs[name].bucket] += len(blocks) * len(self.specs[name].layers)
@@ -182,17 +200,43 @@ class KVCache:
             pages = np.concatenate([b.pages[name] for b in chain], axis=1) if whole else last[name].copy()
             self._each(PagePool.share, {name: pages})
             seq.tables[name] = PageTable(pages, first_block=0 if whole else self._stop_blocks(spec, end).start)
-        seq.num_tokens = seq.folded = end
+        seq.num_tokens = seq.folded = seq.final = end
         return end
 
-    def commit(self, seq: SequenceCache, token_ids: list[int], end: int) -> None:
-        """Tokens [0, end) of `seq` are computed: keep its complete blocks. To be called before `release_unneeded`."""
-        seq.folded, seq.num_tokens = seq.folded_after(end), end
+    def commit(self, seq: SequenceCache, token_ids: list[int], end: int, rejected: int = 0) -> None:
+        """Tokens [0, end) of `seq` are computed: keep its complete blocks. To be called before `release_unneeded`.
+
+        The step may have computed `rejected` more, drafts that are taken back as by `roll_back`.
+        """
+        seq.folded, seq.num_tokens = seq.folded_after(end + rejected), end + rejected
+        seq.final = max(seq.final, seq.folded)
+        if rejected:
+            self.roll_back(seq, rejected)
         if self.prefix is None or end // BLOCK_TOKENS <= len(seq.blocks):
             return
         block_keys(seq.keys, seq.root, token_ids)
         for index in range(len(seq.blocks), end // BLOCK_TOKENS):
             seq.blocks.append(self._keep_block(seq, index))
+        seq.final = max(seq.final, len(seq.blocks) * BLOCK_TOKENS)
+
+    def roll_back(self, seq: SequenceCache, tokens: int) -> None:
+        """Take back the last `tokens` of `seq`, as if they had never been computed.
+
+        What they wrote stays where it is until the tokens that come instead write there: no query sees it before. Sums of record
+        kinds are ROLL_BACK tokens behind, so they know nothing of tokens that can be taken back.
+
+        Raises:
+            ValueError: a step has gone more than ROLL_BACK tokens beyond that point, or the tokens came from elsewhere, or the
+                prefix index keeps their block.
+        """
+        end = seq.num_tokens - tokens
+        if tokens < 0 or end < seq.final:
+            raise ValueError(f"cannot take back {tokens} of {seq.num_tokens} tokens: {seq.final} are final")
+        seq.num_tokens = end
+        del seq.keys[end // BLOCK_TOKENS :]  # other tokens may come instead
+        for name, spec in self.specs.items():
+            if spec.lifetime != "record":
+                self._drop_from(name, seq.tables[name], spec.blocks(end).stop)
 
     def _keep_block(self, seq: SequenceCache, index: int) -> Block:
         """Put block `index` of `seq` into the prefix index, or let `seq` hold the pages of the equal one that is there."""
@@ -297,7 +341,7 @@ class KVCache:
         for name, table in seq.tables.items():
             self._drop_before(name, table, table.end_block)
             table.first_block = 0
-        seq.num_tokens = seq.folded = 0
+        seq.num_tokens = seq.folded = seq.final = 0
 
     def _block_ends(self, start: int, end: int) -> list[int]:
         """Ends of blocks in (start, end), where later sequences may begin."""
@@ -344,10 +388,29 @@ class KVCache:
         table.pages = table.pages[:, count:].copy()
         table.first_block += count
 
+    def _drop_from(self, name: str, table: PageTable, block: int) -> None:
+        count = max(0, block - table.first_block)
+        dropped = table.pages[:, count:]
+        self._each(PagePool.give_back, {name: dropped[dropped != NO_PAGE]})
+        table.pages = table.pages[:, :count].copy()
+
 
 def _has_block(table: PageTable, block: int) -> bool:
     column = block - table.first_block
     return 0 <= column < table.pages.shape[1] and bool(table.pages[0, column] != NO_PAGE)
+
+
+def entry_slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
+    """Slots int32 [layers, n] of entry indices [n]; -1 for negative indices and where nothing is stored."""
+    if spec.lifetime == "record":
+        entries = entries % spec.record_entries
+    blocks = entries // spec.entries_per_page - table.first_block
+    held = (entries >= 0) & (blocks >= 0) & (blocks < table.pages.shape[1])
+    if table.pages.shape[1] == 0:
+        return np.full((len(spec.layers), len(entries)), -1, np.int32)
+    pages = table.pages[:, np.where(held, blocks, 0)]
+    slots = pages * spec.entries_per_page + (entries % spec.entries_per_page).astype(np.int32)
+    return np.where(held & (pages != NO_PAGE), slots, -1).astype(np.int32)
 
 
 class RecordView:
@@ -363,12 +426,27 @@ class RecordView:
         values = pool.view(-1) if layout.grid is not None else pool.view(-1).view(layout.dtype)
         stride = pool.shape[1] // values.element_size()
         self._rows = values.as_strided((len(pool), entries, width), (stride, width, 1))
+        self._data = pool.as_strided((len(pool), entries, layout.data_bytes), (pool.shape[1], layout.data_bytes, 1))
         scale_shape = (len(pool), entries, layout.scale_bytes)
         first_scale = layout.scale_offset(0, entries)
         self._scales = pool.as_strided(scale_shape, (pool.shape[1], layout.scale_bytes, 1), first_scale)
         self._page_rows, remainder = divmod(pool.shape[1], layout.data_bytes)
         # Row indices into one matrix are several times faster than (page, row) pairs, where pages are whole rows.
         self._flat = values.view(-1, width) if remainder == 0 else None
+
+    @property
+    def device(self) -> torch.device:
+        return self._data.device
+
+    def read_bytes(self, slots: Tensor) -> Tensor:
+        """slots int64 [n], none negative -> uint8 [n, bytes_per_entry]: the data row, then the scale row."""
+        where = self._split(slots)
+        return torch.cat([self._data[where], self._scales[where]], dim=1)
+
+    def write_bytes(self, slots: Tensor, records: Tensor) -> None:
+        """The inverse of `read_bytes`."""
+        where = self._split(slots)
+        self._data[where], self._scales[where] = records.tensor_split([self.spec.layout.data_bytes], dim=1)
 
     def read(self, slots: Tensor) -> Tensor:
         """slots int [...] -> fp32 [..., dim]."""
