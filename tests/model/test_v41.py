@@ -62,12 +62,6 @@ def test_together_as_alone(folder: Path, expected: list[list[int]]) -> None:
         assert not any(llm.engine.stats().pages_by_kind.values())
 
 
-def test_preemption_changes_nothing(folder: Path, expected: list[list[int]]) -> None:
-    with load(folder, kv_cache_bytes=3 << 20, max_num_batched_tokens=48, max_model_len=1024) as llm:
-        assert greedy(llm, PROMPTS * 3, 8) == expected * 3
-        assert llm.engine.stats().num_preemptions > 0
-
-
 @pytest.mark.parametrize("layouts", [("fp32", "same"), ("bf16", "same")])
 def test_prefix_hits_give_the_same_logits(folder: Path, layouts: tuple[str, str]) -> None:
     """The windows, the open pair and the history for the hashes are all there after a hit."""
@@ -93,7 +87,7 @@ def test_h05_steps_of_more_than_256_sequences(folder: Path, device: str) -> None
         folder, device=device, max_num_seqs=512, kv_cache_bytes=512 << 20, max_model_len=64, enable_prefix_caching=False
     ) as llm:
         alone = greedy(llm, few, 3)
-        for count in (200, 256, 257, 300, 512):
+        for count in (200, 256, 257, 300, 512) if device == "cuda" else (257,):
             answers = greedy(llm, [few[i % 8] for i in range(count)], 3)
             assert all(answer == alone[i % 8] for i, answer in enumerate(answers)), count
 
