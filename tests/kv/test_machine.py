@@ -26,7 +26,7 @@ V41_CONFIG = parse_model_config(v41_config_dict([0, 2, 2, 1, 1], [1, 3], [1, 2, 
 PAGES = {"main": 90, "index": 50, "small": 14}
 V41_PAGES = {"main": 110, "index": 50}
 LONGEST = 800
-COMMON = [random.Random(0).randrange(150) for _ in range(LONGEST)]
+COMMON = random.Random(0).choices(range(150), k=LONGEST)
 
 
 def text(parts_at: int, seed: int) -> list[int]:
