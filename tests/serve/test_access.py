@@ -25,7 +25,7 @@ from abyssal import LLM, SamplingParams
 from abyssal.checkpoint.source import resolve_model
 from abyssal.serve.app import ROUTES
 from abyssal.serve.auth import Access
-from abyssal.serve.chat import load_chat_settings
+from abyssal.serve.chat import load_chat_format
 from tests.serve.scripted import MODEL, ScriptedClient, app_of, post, says
 
 KEY = "a-key-for-tests"
@@ -118,7 +118,7 @@ def test_n05_health_is_the_one_open_route() -> None:
     "headers",
     [
         [], bearer(""), bearer(KEY[:-1]), bearer(KEY + "x"), bearer(KEY.upper()), bearer(f'"{KEY}"'), [("Authorization", KEY)],
-        [("Authorization", f"Basic {KEY}")], [("Authorization", f"Bearer{KEY}")], [("X-API-Key", KEY)], [("Cookie", f"key={KEY}")],
+        [("Authorization", f"Basic {KEY}")], [("Authorization", f"Bearer{KEY}")], [("X-API-Key", KEY + "x")], [("X-API-Key", KEY), ("X-API-Key", KEY)], [("Cookie", f"key={KEY}")],
         [("Authorization", "Bearer"), ("Key", KEY)],
     ],
 )  # fmt: skip
@@ -424,6 +424,6 @@ def test_n07_code_beside_a_checkpoint_is_not_run(tmp_path: Path) -> None:
         (folder / name).write_text(json.dumps(classes))
     with LLM(str(folder), device="cpu", kv_cache_bytes=128 << 20, num_threads=1) as llm:
         assert len(llm.generate([[0, 5]], SamplingParams(max_tokens=1, temperature=0))[0].outputs[0].token_ids) == 1
-    load_chat_settings(folder)
+    load_chat_format(folder, "v4")
     assert not marker.exists()
     assert not {"evil", "modeling_evil"} & sys.modules.keys()

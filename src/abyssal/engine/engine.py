@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from abyssal.errors import EngineDeadError, RequestError
 from abyssal.kv.batch import Chunk
 from abyssal.model_config import load_generation_defaults, load_model_config
 from abyssal.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from abyssal.engine.grammar import GrammarMasks
 
 log = logging.getLogger("abyssal")
 
@@ -117,11 +121,22 @@ class Engine:
         max_new_tokens = check_request(request, self.info.limits)
         self._requests_seen += 1
         sampler = SamplerState(
-            request.params, request.prompt_ids, self.info.eos_token_ids, fallback_seed=(self.config.seed, self._requests_seen)
+            request.params,
+            request.prompt_ids,
+            self.info.eos_token_ids,
+            fallback_seed=(self.config.seed, self._requests_seen),
+            mask=None if request.grammar is None else self._grammar_masks.mask(request.grammar),
         )
         seq = Sequence(request, self.cache.new_sequence(), sampler, max_new_tokens, list(request.prompt_ids))
         self._sequences[request.request_id] = seq
         self.scheduler.waiting.append(seq)
+
+    @cached_property
+    def _grammar_masks(self) -> GrammarMasks:
+        from abyssal.engine.grammar import GrammarMasks  # its library is needed for structured output only, and slow to import
+
+        assert self.tokenizer is not None, "a grammar was compiled, so there is a tokenizer"
+        return GrammarMasks(self.tokenizer, self.info.model_vocab_size, self.info.eos_token_ids)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended."""
