@@ -298,6 +298,7 @@ def test_tasks_the_tokenizer_lacks_are_refused() -> None:
 
 # Who decides on thinking
 
+
 @pytest.mark.parametrize("default", [True, False])
 def test_thinking_is_the_default_unless_the_request_says(default: bool) -> None:
     assert wants_thinking(None, None, default) is default

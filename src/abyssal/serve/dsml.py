@@ -210,12 +210,7 @@ class AnswerParser:
         return True
 
     def _read_name(self, is_last: bool) -> bool:
-        head = self._head(is_last)
-        if not head:
-            return self._give_up(head, self._read_block)
-        self._start_call(head.partition('"')[0])
-        self._step = self._read_call
-        return True
+        return self._read_head(is_last, self._start_call, self._read_block)
 
     def _read_call(self, is_last: bool) -> bool:
         found = _IN_CALL.find(self._buffer)
@@ -227,15 +222,7 @@ class AnswerParser:
         return True
 
     def _read_key(self, is_last: bool) -> bool:
-        head = self._head(is_last)
-        if head is None or head == _BAD:
-            return self._give_up(head, self._read_call)
-        assert self._call is not None
-        key, _, attributes = head.partition('"')
-        kind = re.fullmatch(r'\s*string="(true|false)', attributes)
-        self._call.open(key, is_text=kind is not None and kind[1] == "true")
-        self._step = self._read_value
-        return True
+        return self._read_head(is_last, self._open_argument, self._read_call)
 
     def _read_value(self, is_last: bool) -> bool:
         assert self._call is not None
@@ -266,31 +253,38 @@ class AnswerParser:
         end = markers.undecided(self._buffer)
         return len(self._buffer) if is_last and DSML_MARK not in self._buffer[end:] else end
 
-    def _head(self, is_last: bool) -> str | None:
-        """The rest of a tag up to its closing quote and bracket, taken out; None if it is still incomplete, `_BAD` if it is none."""
+    def _read_head(self, is_last: bool, take: Callable[[str], None], fallback: Callable[[bool], bool]) -> bool:
+        """The rest of a tag up to its closing quote and bracket goes to `take`; what cannot be one is left to the state `fallback`."""
         end = self._buffer.find('">', 0, MAX_HEAD_CHARS + 2)
         head = self._buffer[: MAX_HEAD_CHARS + 1 if end < 0 else end]
         if re.search(rf"\n|{_ANY_MARK}", head) or (end < 0 and len(head) > MAX_HEAD_CHARS):
-            return _BAD
+            self._step = fallback
+            return True
         if end >= 0:
             self._skip(end + 2)
-            return head
+            take(head)
+            return True
         self._skip(len(self._buffer) * is_last)
-        return None
+        return False
 
-    def _give_up(self, head: str | None, step: Callable[[bool], bool]) -> bool:
-        """Wait for the rest of a tag, or if it cannot be one, go on in `step`."""
-        if head is None:
-            return False
-        self._step = step
-        return True
-
-    def _start_call(self, name: str) -> None:
+    def _start_call(self, head: str) -> None:
+        name = head.partition('"')[0]
+        if not name:
+            self._step = self._read_block
+            return
         emits = self._max_calls is None or self._num_calls < self._max_calls
         self._num_calls += 1
         if emits:
             self._events.append(CallStart(name))
         self._call = _Arguments(self._known.get(name, frozenset()), self._emit_arguments if emits else _drop)
+        self._step = self._read_call
+
+    def _open_argument(self, head: str) -> None:
+        assert self._call is not None
+        key, _, attributes = head.partition('"')
+        kind = re.fullmatch(r'\s*string="(true|false)', attributes)
+        self._call.open(key, is_text=kind is not None and kind[1] == "true")
+        self._step = self._read_value
 
     def _end_call(self) -> None:
         if self._call is not None:
@@ -320,9 +314,6 @@ class AnswerParser:
     def _skip(self, count: int) -> None:
         self.num_decided += count
         self._buffer = self._buffer[count:]
-
-
-_BAD = "\n"  # no head has a newline
 
 
 def _length_without_tail(text: str) -> int:
