@@ -49,9 +49,9 @@ def answer_format(conversation: Conversation, release: Release, dsml_id: int | N
 
 def _json_answer(wanted: ResponseFormat) -> Format:
     if wanted.schema is None:
-        return _json({"type": "object"})
+        return json_value({"type": "object"})
     check_schema(wanted.schema, wanted.where)
-    return _json(wanted.schema)
+    return json_value(wanted.schema)
 
 
 class _CallWriter:
@@ -113,7 +113,7 @@ def _values(schema: Schema, root: Schema) -> Format:
     texts, others = _split(schema, root)
     formats = [_sequence(_text('true">'), _text_value(node)) for node in texts]
     if others is not None:
-        formats.append(_sequence(_text('false">'), _json(_with_definitions(others, root))))
+        formats.append(_sequence(_text('false">'), json_value(_with_definitions(others, root))))
     return _either(*formats)
 
 
@@ -164,7 +164,8 @@ def _check_references(schema: Any, path: str) -> None:
             todo += ((child, f"{path}[{i}]") for i, child in enumerate(node))
 
 
-def _json(schema: Schema) -> Format:
+def json_value(schema: Schema) -> Format:
+    """JSON of a schema."""
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
 
 
