@@ -13,12 +13,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tests.support.interpreter import repair_interpreter
+
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(__file__).resolve().parent / "data"
 POISON_LIMIT = 64 << 20  # bytes filled at most: page pools hand out their lowest pages first, the rest stays untouched memory
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: without a GPU, kernels run through the interpreter
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    repair_interpreter()
 
 torch.set_num_threads(1)  # the same sums on every machine; two threads on a busy machine wait for each other
 

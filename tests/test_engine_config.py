@@ -32,6 +32,7 @@ ENGINE_VALUES: dict[str, tuple[Any, str]] = {
     "max_num_seqs": (3, "3"),
     "gpu_memory_utilization": (0.5, "0.5"),
     "kv_cache_bytes": (2 * 2**30, "2GiB"),
+    "engram_cache_bytes": (2**30, "1GiB"),
     "max_model_len": (1000, "1000"),
     "enable_prefix_caching": (False, "false"),
     "seed": (7, "7"),
@@ -95,6 +96,7 @@ WRONG: list[tuple[type, str, list[Any]]] = [
     (EngineConfig, "max_num_seqs", [0, -1, True, "4", None]),
     (EngineConfig, "gpu_memory_utilization", [0, 1.01, -0.5, float("nan"), float("inf"), True, None]),
     (EngineConfig, "kv_cache_bytes", [0, -1, 1.5, True, "4GiB"]),
+    (EngineConfig, "engram_cache_bytes", [-1, 1.5, True, "1GiB", None]),
     (EngineConfig, "max_model_len", [0, -5, 4096.0, False]),
     (EngineConfig, "enable_prefix_caching", [1, 0, "true", None]),
     (EngineConfig, "seed", [-1, 2**63, 1.0, None]),
@@ -196,15 +198,6 @@ def test_the_api_key_is_shown_nowhere() -> None:
     with pytest.raises(ConfigError) as caught:
         ServerConfig(api_key=["hunter2"])  # type: ignore[arg-type]
     assert "hunter2" not in str(caught.value)
-
-
-def test_prefix_caching_is_refused_until_it_exists() -> None:
-    for make in (
-        lambda: EngineConfig(enable_prefix_caching=True),
-        lambda: from_sources({}, {"ABYSSAL_ENABLE_PREFIX_CACHING": "1"}),
-    ):
-        with pytest.raises(ConfigError, match="prefix caching is not available yet"):
-            make()
 
 
 # --- resolve ------------------------------------------------------------------------------------------------------------

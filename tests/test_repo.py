@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 import abyssal
 from abyssal.cli import COMMANDS, cli
 from abyssal.config import EngineConfig, ServerConfig
+from abyssal.kv import layouts
 from abyssal.options import OTHER_VARIABLES, option_specs
 from abyssal.serve.app import ROUTES
 
@@ -144,6 +145,21 @@ def test_no_machine_paths() -> None:
             continue
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
             assert not machine.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+
+
+# Numbers that are sizes of records and pages wherever they occur; in kv/ also two that elsewhere count values or processors.
+SIZES = {584, 576, 528, 288, 68, 37440, 36864, 33792, 18432, 8704, 8640, 8448, 4608, 4352, 1728}
+SIZES_IN_KV = {512, 132}
+
+
+def test_byte_sizes_occur_in_layouts_only() -> None:
+    home = SRC / "kv" / "layouts.py"
+    for path in sources():
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        sizes = SIZES | (SIZES_IN_KV if path.parent == home.parent else set())
+        found = [f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}" for node in nodes if node.value in sizes]
+        assert bool(found) == (path == home), f"take sizes from kv/layouts.py: {found}"
+    assert {layouts.get(name).bytes_per_entry for name in ("v4", "v41", "v41_fp4", "index_mxfp4")} <= SIZES
 
 
 def test_no_marks_of_unfinished_work() -> None:

@@ -57,6 +57,11 @@ class EngramConfig:
     pad_token_id: int
     compressed_vocab_size: int
 
+    @property
+    def columns(self) -> int:
+        """Rows that one token reads: one per n-gram size and head."""
+        return (self.max_ngram_size - 1) * self.n_heads
+
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
@@ -68,6 +73,9 @@ class LayerPlan:
     kv_source: int | None  # layer whose compressed KV (and index keys) this one reads; == layer: it owns a compressor
     selection: Literal["none", "all", "topk"]  # which compressed entries a query attends to
     index_source: int | None  # layer whose top-k this one uses; == layer: it runs an indexer
+    index_keys: Literal[
+        "none", "pooled", "latent"
+    ]  # keys made here: by a compressor of their own (V4), from the KV latent (V4.1)
     candidates: Literal["none", "publish", "use"]  # two-level selection of V4.1
     router: Literal["hash", "scored"]
     engram: int | None  # index into EngramConfig.layer_ids
@@ -122,6 +130,16 @@ class ModelConfig:
     layers: tuple[LayerPlan, ...]
     draft: Literal["none", "mtp", "dspark"]  # what `mtp.*` holds, if present
 
+    @property
+    def query_norm(self) -> bool:
+        """Whether every query head is normalised, without weight, before RoPE (V4 spec 2.5; not in V4.1)."""
+        return self.family == "v4"
+
+    @property
+    def hadamard(self) -> bool:
+        """Whether index queries and keys are rotated by a Hadamard matrix (V4 spec 2.10; not in V4.1)."""
+        return self.family == "v4"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -145,16 +163,17 @@ class EngineConfig:
     kv_cache_bytes: int | None = option(
         None, "size of the cache, such as 8GiB; overrides gpu_memory_utilization; 4GiB on CPU", low=1, in_bytes=True
     )
+    engram_cache_bytes: int = option(
+        256 << 20, "memory for rows of V4.1's n-gram tables, which stay on disk; all tables together", low=0, in_bytes=True
+    )
     max_model_len: int | None = option(None, "most tokens of a sequence; default: what model and cache allow", low=1)
-    enable_prefix_caching: bool = option(False, "reuse the cache of common prompt prefixes")
+    enable_prefix_caching: bool = option(True, "reuse the cache of common prompt prefixes")
     seed: int = option(0, "seed of requests that bring none", low=0, high=2**63 - 1)
     served_model_name: str | None = option(None, "name of the model in the API; default: its folder's name")
     num_threads: int | None = option(None, "CPU threads of PyTorch; default: PyTorch's choice", low=1)
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.enable_prefix_caching:
-            raise ConfigError("enable_prefix_caching=True: prefix caching is not available yet; leave it off")
 
     @property
     def record_layouts(self) -> tuple[str, str, str]:

@@ -28,5 +28,9 @@ class RequestError(AbyssalError):
         self.code = code
 
 
+class HandOverError(AbyssalError):
+    """A sequence handed over from elsewhere is damaged, or of another model or layout; nothing has been changed."""
+
+
 class EngineDeadError(AbyssalError):
     """The engine stopped; no request can be answered any more."""

@@ -18,7 +18,7 @@ from abyssal.config import from_sources
 from abyssal.engine.engine import Engine
 from abyssal.engine.output import CompletionOutput, OutputDelta, OutputProcessor, RequestOutput
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
-from abyssal.errors import ConfigError, EngineDeadError, RequestError
+from abyssal.errors import EngineDeadError, RequestError
 from abyssal.serve.answer import ChatProcessor
 from abyssal.serve.chat import load_chat_format
 from abyssal.serve.conversation import Conversation, parse_messages, parse_tools
@@ -132,14 +132,15 @@ class LLM:
             token_ids: n ids.
             chunk_sizes: how the prefill is cut, summing to n; None: as few chunks as `max_num_batched_tokens` allows.
             positions: rows to return, each in [0, n); None: all.
+            reuse_prefix: take known tokens from the prefix cache; their rows are NaN.
 
         Returns:
             fp32 [n or len(positions), vocab], on the CPU.
         """
         ids = list(token_ids)
-        if reuse_prefix:
-            raise ConfigError("reuse_prefix=True needs prefix caching, which this version does not have")
         engine = self.engine
+        if reuse_prefix and not engine.config.enable_prefix_caching:
+            raise RequestError("reuse_prefix=True needs enable_prefix_caching, which is off", param="reuse_prefix")
         sizes = list(chunk_sizes) if chunk_sizes is not None else _even_chunks(len(ids), engine.config.max_num_batched_tokens)
         if sum(sizes) != len(ids) or any(s < 1 for s in sizes):
             raise RequestError(f"chunk_sizes must be positive and sum to {len(ids)}, not {sizes[:8]}", param="chunk_sizes")
@@ -147,7 +148,7 @@ class LLM:
         if bad := [p for p in wanted if not 0 <= p < len(ids)]:
             raise RequestError(f"position {bad[0]} is outside the {len(ids)} tokens", param="positions")
         rows = sorted(set(wanted))
-        logits = engine.score(ids, sizes, rows)
+        logits = engine.score(ids, sizes, rows, reuse_prefix)
         row = {position: i for i, position in enumerate(rows)}
         return logits[[row[p] for p in wanted]] if wanted != rows else logits
 

@@ -7,7 +7,7 @@ ordinary text unless told otherwise, and `encode_segments` takes the places wher
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,11 @@ class Tokenizer:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def vocabulary(self) -> Iterator[tuple[str, str]]:
+        """Per id, from 0 on: the text that the library decodes it to, control tokens included, and its vocabulary entry."""
+        for token in range(self.vocab_size):
+            yield self._control.decode([token], skip_special_tokens=False), self._control.id_to_token(token) or ""
 
     def eos_token_ids(self, config_ids: Iterable[int]) -> list[int]:
         """Every id that ends a text: those of the model's config files and the tokenizer's own, ascending."""

@@ -1,4 +1,4 @@
-"""Random V4 checkpoints for tests, written from V4 spec 4 without the package's own tables.
+"""Random checkpoints for tests, written from V4 spec 4 and V4.1 spec 5 without the package's own tables.
 
 `random_v4_checkpoint(folder, t4_config(), seed=0)` writes `config.json` and `model.safetensors` and returns the values that a
 loader must see: plain fp32 tensors by released name.
@@ -67,6 +67,80 @@ def random_v4_checkpoint(
     return truth
 
 
+def t41_config(**changes: Any) -> dict[str, Any]:
+    """A small V4.1 of 6 layers: both ratios, shared and own KV and top-k, candidate blocks, n-gram tables on two layers."""
+    config: dict[str, Any] = {
+        "model_type": "deepseek_v41_text", "vocab_size": 320, "hidden_size": 96, "moe_intermediate_size": 64, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_groups": 2,
+        "o_lora_rank": 32, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "hidden_act": "silu",
+        "index_n_heads": 16, "index_head_dim": 64, "index_topk": 16, "sliding_window": 16, "hc_mult": 4, "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6, "rms_norm_eps": 1e-20, "rope_theta": 10000, "compress_rope_theta": 160000,
+        "rope_scaling": {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1},
+        "max_position_embeddings": 1048576, "compress_ratios": [0, 2, 2, 1, 1, 1], "kv_source_layer_ids": [1, 3],
+        "index_source_layer_ids": [1, 2, 3, 5], "candidate_source_layer_id": 3, "candidate_topk_blocks": 6, "candidate_block_size": 4,
+        "engram_layer_ids": [0, 4], "engram_num_embeddings": [420, 508], "engram_max_ngram_size": 3, "engram_vocab_size": 100,
+        "engram_n_heads": 2, "engram_head_dim": 64, "engram_compressed_vocab_size": 300, "engram_pad_token_id": 2,
+        "num_nextn_predict_layers": 0, "dspark_block_size": 5, "dspark_noise_token_id": 3, "dspark_target_layer_ids": [],
+        "dspark_markov_rank": 16, "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 1, "bos_token_id": 0, "eos_token_id": 1,
+        "tie_word_embeddings": False, "attention_bias": False, "attention_dropout": 0.0,
+        "quantization_config": {
+            "quant_method": "fp8", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "weight_block_size": [32, 32],
+            "expert_dtype": "fp4",
+        },
+    }  # fmt: skip
+    return config | changes
+
+
+def random_v41_tensors(config: dict[str, Any], seed: int, quantised: bool = True) -> tuple[Tensors, Tensors]:
+    """As `random_tensors`. N-gram tables are always stored as FP8 with a scale per 32 columns."""
+    generator = torch.Generator().manual_seed(seed)
+    stored: Tensors = {}
+    truth: Tensors = {}
+    for name, (kind, shape) in v41_shapes(config).items():
+        around = 1.0 if "norm" in name or name.endswith(("q_weight", "k_weight")) else 0.0
+        value = torch.randn(shape, generator=generator) * _std(name, shape) + around
+        if kind == "rows" or (kind in ("fp8", "fp4") and quantised):
+            block = (1, 32) if kind == "rows" else (32, 32)
+            stored[name], exponents, truth[name] = quantise_fp4(value) if kind == "fp4" else quantise_fp8(value, *block)
+            stored[name.removesuffix("weight") + "scale"] = encode_scale(exponents, "e8m0")
+        else:
+            stored[name] = value if kind == "fp32" or not quantised else value.bfloat16()
+            truth[name] = stored[name].float()
+    return stored, truth
+
+
+def v41_shapes(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Released name -> (kind, shape), as `shapes`; kind rows is an n-gram table (V4.1 spec 5.1 to 5.4)."""
+    hidden, hc, dim, index_dim = config["hidden_size"], config["hc_mult"], config["head_dim"], config["index_head_dim"]
+    out: dict[str, tuple[str, tuple[int, ...]]] = {
+        "embed.weight": ("bf16", (config["vocab_size"], hidden)),
+        "head.weight": ("bf16", (config["vocab_size"], hidden)),
+        "norm.weight": ("bf16", (hidden,)),
+    }
+    for layer, ratio in enumerate(config["compress_ratios"][: config["num_hidden_layers"]]):
+        names = layer_shapes(config | {"expert_dtype": "fp4"}, 0, hashed=False)
+        names["ffn.gate.bias_vl"] = ("fp32", (config["n_routed_experts"],))
+        if layer in config["kv_source_layer_ids"]:
+            names["attn.compressor.wkv.weight"] = ("bf16", (dim, hidden))
+            if ratio == 2:
+                names["attn.compressor.wgate.weight"] = ("bf16", (dim, hidden))
+            names["attn.compressor.norm.weight"] = ("bf16", (dim,))
+            names["attn.indexer.wk.weight"] = ("bf16", (index_dim, dim))
+            names["attn.indexer.k_norm.weight"] = ("bf16", (index_dim,))
+        if layer in config["index_source_layer_ids"]:
+            names["attn.indexer.wq_b.weight"] = ("fp8", (config["index_n_heads"] * index_dim, config["q_lora_rank"]))
+            names["attn.indexer.weights_proj.weight"] = ("bf16", (config["index_n_heads"], hidden))
+        if layer in config["engram_layer_ids"]:
+            rows = config["engram_num_embeddings"][config["engram_layer_ids"].index(layer)]
+            columns = (config["engram_max_ngram_size"] - 1) * config["engram_n_heads"] * config["engram_head_dim"]
+            names["engram.embed.weight"] = ("rows", (rows, config["engram_head_dim"]))
+            names["engram.wkv.weight"] = ("fp8", ((hc + 1) * hidden, columns))
+            names["engram.q_weight"] = names["engram.k_weight"] = ("bf16", (hc, hidden))
+        out |= {f"layers.{layer}.{name}": spec for name, spec in names.items()}
+    return out
+
+
 def write(folder: Path, config: dict[str, Any], tensors: Tensors, shards: int = 1) -> None:
     """`config.json` and one file, or an index and `shards` files."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,14 +194,14 @@ def _std(name: str, shape: tuple[int, ...]) -> float:
     return 1 / math.sqrt(shape[-1])
 
 
-def quantise_fp8(value: Tensor, block: int = 128) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, exponents [ceil(N/block), ceil(K/block)] and exact values of a matrix."""
+def quantise_fp8(value: Tensor, height: int = 128, width: int = 128) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, exponents [ceil(N/height), ceil(K/width)] and exact values of a matrix."""
     rows, columns = value.shape
-    exponents = torch.empty(-(-rows // block), -(-columns // block), dtype=torch.int32)
+    exponents = torch.empty(-(-rows // height), -(-columns // width), dtype=torch.int32)
     codes, exact = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
     for i in range(exponents.shape[0]):
         for j in range(exponents.shape[1]):
-            place = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+            place = slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width)
             exponents[i, j] = math.ceil(math.log2(max(float(value[place].abs().max()), 1e-4) / 448))
             scale = 2.0 ** int(exponents[i, j])
             codes[place] = (value[place] / scale).to(torch.float8_e4m3fn)

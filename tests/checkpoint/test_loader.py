@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -18,10 +17,20 @@ from torch import Tensor
 
 from abyssal.checkpoint import load_weights, loader
 from abyssal.checkpoint.expected import expected_tensors
+from abyssal.checkpoint.rows import RowTable
 from abyssal.errors import CheckpointError
 from abyssal.model_config import load_model_config
 from abyssal.ops.linear import LinearWeight, dequantize, linear
-from tests.checkpoint.build import E2M1, random_tensors, random_v4_checkpoint, renamed, t4_config, write
+from tests.checkpoint.build import (
+    E2M1,
+    random_tensors,
+    random_v4_checkpoint,
+    random_v41_tensors,
+    renamed,
+    t4_config,
+    t41_config,
+    write,
+)
 
 CPU = torch.device("cpu")
 SMALL = t4_config(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0], n_routed_experts=2)
@@ -295,11 +304,92 @@ def test_nothing_is_read_before_all_headers_are_checked(tmp_path, monkeypatch):
     assert not reads
 
 
-def test_v41_weights_are_refused_by_name(tmp_path):
-    random_v4_checkpoint(tmp_path, SMALL, 1)
-    config = replace(load_model_config(tmp_path), family="v41")
-    with pytest.raises(CheckpointError, match=r"V4\.1 weights are not supported yet"):
-        load_weights(tmp_path, config, CPU, torch.float32, progress=False)
+def v41_checkpoint(folder: Path, quantised: bool = True, **more: Tensor) -> dict[str, Tensor]:
+    """Write a small V4.1 with `more` tensors beside its own; its exact values."""
+    config = t41_config()
+    stored, truth = random_v41_tensors(config, 5, quantised)
+    if not quantised:
+        del config["quantization_config"]
+    write(folder, config, stored | more)
+    return truth
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_v41_values(tmp_path, quantised):
+    truth = v41_checkpoint(tmp_path, quantised)
+    weights = load(tmp_path)
+    assert not any(name.startswith("hc_head") for name in weights)
+    tables = {name: weights.pop(name) for name in list(weights) if isinstance(weights[name], RowTable)}
+    assert set(tables) == {"layers.0.engram.embed", "layers.4.engram.embed"}
+    for name, table in tables.items():
+        codes, scales = table.gather(torch.arange(table.num_rows))
+        stored = LinearWeight(codes, scales, "fp8", (1, 32), None)
+        assert torch.equal(dequantize(stored, torch.float32), truth.pop(f"{name}.weight"))
+    assert_values(weights, truth)
+
+
+def test_v41_quantised_weights_keep_blocks_of_32(tmp_path, no_memory):
+    truth = v41_checkpoint(tmp_path)
+    weights = {name: weight for name, weight in load(tmp_path).items() if not isinstance(weight, RowTable)}
+    assert_values(weights, {name: value for name, value in truth.items() if "engram.embed" not in name})
+    wq_b, w13 = weights["layers.1.attn.wq_b"], weights["layers.1.ffn.experts.w13"]
+    assert (wq_b.format, wq_b.block, wq_b.quantize_input) == ("fp8", (32, 32), 32)
+    assert (w13.format, w13.block, w13.quantize_input) == ("fp4", (1, 32), 32)
+    assert weights["layers.0.engram.wkv"].quantize_input == 32 and weights["layers.1.attn.indexer.wk"].quantize_input is None
+
+
+def test_v41_tables_are_never_read_at_load(tmp_path, monkeypatch):
+    v41_checkpoint(tmp_path)
+    read = loader.CheckpointFiles.read
+    names: list[str] = []
+    monkeypatch.setattr(loader.CheckpointFiles, "read", lambda self, tensor: (names.append(tensor.name), read(self, tensor))[1])
+    load(tmp_path)
+    assert names and not any("engram.embed" in name for name in names)
+
+
+def test_v41_vision_and_draft_tensors_are_recognised_and_not_loaded(tmp_path, caplog):
+    names = ["vision.patch_embed.proj.bias", "aligner.w1.weight", "image_start", "mtp.0.main_proj.weight", "mtp.0.attn.wq_a.scale",
+             "mtp.2.markov_head.embed.weight", "mtp.2.markov_head.head.weight", "mtp.1.ffn.gate.bias_vl"]  # fmt: skip
+    v41_checkpoint(tmp_path, **{name: torch.zeros(1) for name in names})
+    with caplog.at_level(logging.INFO, "abyssal"):
+        weights = load(tmp_path)
+    assert not set(names) & weights.keys()
+    assert "3 tensors of the image tower recognised" in caplog.text and "5 mtp.* tensors of a dspark drafter" in caplog.text
+
+
+def test_vision_tensors_in_a_v4_checkpoint_are_unknown(tmp_path):
+    tensors, _ = random_tensors(SMALL, 1, quantised=True)
+    write(tmp_path, SMALL, tensors | {"vision.norm.weight": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"unknown tensors: vision\.norm\.weight"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("layers.2.ffn.gate.bias_vl"), r"missing tensor.*layers\.2\.ffn\.gate\.bias_vl"),
+        (lambda t: t.pop("layers.1.attn.compressor.wgate.weight"), r"missing tensor.*layers\.1\.attn\.compressor\.wgate"),
+        (lambda t: t.update({"layers.3.attn.compressor.wgate.weight": torch.zeros(64, 96)}), "config.json does not call for"),
+        (lambda t: t.update({"layers.2.attn.indexer.wk.weight": torch.zeros(64, 64)}), "config.json does not call for"),
+        (lambda t: t.update({"hc_head_base": torch.zeros(4)}), "config.json does not call for: hc_head_base"),
+        (
+            lambda t: t.pop("layers.0.engram.embed.scale"),
+            r"layers\.0\.engram\.embed\.weight is stored as F8_E4M3 but has no scale",
+        ),
+        (lambda t: t.update({"layers.0.engram.embed.weight": torch.zeros(420, 64)}), "is stored as F32; expected F8_E4M3"),
+        (lambda t: t.update({"layers.4.engram.embed.scale": torch.zeros(508, 2)}), "is stored as F32; expected F8_E8M0 or U8"),
+        (
+            lambda t: t.update({"layers.4.engram.embed.scale": torch.zeros(508, 1).byte()}),
+            r"has shape \[508, 1\], expected \[508, 2\]",
+        ),
+    ],
+)
+def test_v41_mistakes_are_named(tmp_path, change, message):
+    tensors, _ = random_v41_tensors(t41_config(), 5)
+    change(tensors)
+    write(tmp_path, t41_config(), tensors)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
 
 
 class _Terminal(io.StringIO):

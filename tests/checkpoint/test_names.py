@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from abyssal.checkpoint.names import Slot, draft_kind, parse, scale_names, value_names
-from tests.checkpoint.build import draft_tensors, prefixed_name, shapes, t4_config, transformers_name
+from abyssal.checkpoint.names import Slot, draft_kind, is_vision, parse, scale_names, value_names
+from tests.checkpoint.build import draft_tensors, prefixed_name, shapes, t4_config, t41_config, transformers_name, v41_shapes
 
 RELEASED = list(shapes(t4_config()))
+V41 = list(v41_shapes(t41_config()))
 PLAIN = [name for name in RELEASED if ".experts." not in name]
 WQ_A = Slot("layers.3.attn.wq_a")
 
@@ -53,7 +54,8 @@ def test_j11_scale_and_weight_are_told_apart(name, slot):
         "layers.3.attn.wq_a.weights", "model.model.layers.3.attn.wq_a.weight", "layers.3.layers.3.attn.wq_a.weight",
         "layers.3.mlp.experts.01.w1.weight", "layers.3.ffn.experts.1.w4.weight", "layers.3.ffn.experts.1.w1.bias",
         "layers.3.ffn.experts.w13", "layers.3.attn.wq_a.bias", "layers.3.attn.compressor.wkv.scale", "model.lm_head.weight",
-        "layers.3.attn.indexer.wk.weight", "layers.3.ffn.gate.bias_vl", "vision.norm.weight", "aligner.w1.weight",
+        "layers.3.attn.indexer.wk.bias", "layers.3.ffn.gate.bias_v", "vision.norm.weight", "aligner.w1.weight",
+        "layers.3.engram.embed", "layers.3.engram.q_weight.weight", "engram.wkv.weight",
         "mtp.0.attn.wq_a.weight", "language_model.layers.3.attn.wq_a.weight",
     ],
 )  # fmt: skip
@@ -82,6 +84,26 @@ def test_names_tried_lead_back_to_the_slot():
     assert parse(*scale_names("layers.3.mlp.experts.down_proj")) == Slot("layers.3.ffn.experts.w2", "scale")
 
 
+def test_j07_v41_names_mean_one_slot_each():
+    slots = {name: parse(name) for name in V41}
+    assert None not in slots.values() and len(set(slots.values())) == len(V41)
+    assert {name: parse(f"model.{name}") for name in V41} == slots
+    assert parse("layers.1.engram.embed.scale") == Slot("layers.1.engram.embed", "scale")
+
+
+def test_tensors_of_the_image_tower():
+    for name in (
+        "vision.blocks.0.attn.wqkv.bias",
+        "aligner.w2.weight",
+        "image_start",
+        "image_newline",
+        "model.vision.norm.weight",
+    ):
+        assert is_vision(name) and parse(name) is None
+    for name in ("vision", "vision.", "xvision.norm.weight", "image_middle", "image_start.weight", "layers.0.vision.w1"):
+        assert not is_vision(name)
+
+
 @pytest.mark.parametrize("draft", ["mtp", "dspark"])
 def test_j05_draft_tensors_are_recognised_by_name(draft):
     kinds = {name: draft_kind(name) for name in draft_tensors(t4_config(), draft)}
@@ -92,7 +114,7 @@ def test_j05_draft_tensors_are_recognised_by_name(draft):
 @pytest.mark.parametrize(
     "name",
     ["mtp.0.attn.wq_a.weightx", "mtp.0.unknown", "mtp.attn.wq_a.weight", "mtp.00.norm.weight", "xmtp.0.norm.weight", "mtp.0.",
-     "mtp.0.layers.0.attn.wq_a.weight", "mtp.0.markov_head.embed.weight"],
+     "mtp.0.layers.0.attn.wq_a.weight", "mtp.0.markov_head.embed"],
 )  # fmt: skip
 def test_j05_other_mtp_names_are_unknown(name):
     assert draft_kind(name) is None and parse(name) is None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -15,22 +13,12 @@ from click.testing import CliRunner
 
 import abyssal
 from abyssal.checkpoint.source import resolve_model
-from abyssal.cli import COMMANDS, cli, main
+from abyssal.cli import COMMANDS, cli
 from abyssal.config import EngineConfig, ServerConfig
 from abyssal.options import option_specs
+from tests.cli.conftest import Done, without_options
 
 ENGINE = ("--device", "cpu", "--kv-cache-bytes", "256MiB", "--num-threads", "1")
-
-
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-def without_options(env: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("ABYSSAL_")} | env
 
 
 def run(*args: str, stdin: str = "") -> Done:
@@ -38,22 +26,6 @@ def run(*args: str, stdin: str = "") -> Done:
     command = [sys.executable, "-m", "abyssal.cli", *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=without_options({}), input=stdin)
     return Done(done.returncode, done.stdout, done.stderr)
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """`abyssal ARGS` in this process."""
-
-    def invoke(*args: str, env: dict[str, str] | None = None) -> Done:
-        monkeypatch.setattr(sys, "argv", ["abyssal", *args])
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "environ", without_options(env or {}))
-            with pytest.raises(SystemExit) as ended:
-                main()
-        captured = capsys.readouterr()
-        return Done(int(ended.value.code or 0), captured.out, captured.err)
-
-    return invoke
 
 
 def options_of(name: str) -> dict[str, click.Parameter]:
@@ -65,8 +37,8 @@ def options_of(name: str) -> dict[str, click.Parameter]:
 def test_help_lists_what_exists_and_nothing_else() -> None:
     text = CliRunner().invoke(cli, ["--help"]).output
     listed = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line.strip()]
-    assert listed == list(COMMANDS) == ["serve", "generate", "chat", "doctor"]
-    assert CliRunner().invoke(cli, ["plan"]).exit_code == 2
+    assert listed == list(COMMANDS) == ["serve", "generate", "chat", "plan", "doctor"]
+    assert CliRunner().invoke(cli, ["bench"]).exit_code == 2
 
 
 def test_version() -> None:

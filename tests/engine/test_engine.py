@@ -122,7 +122,7 @@ def test_d07_penalties_and_seeds_survive_preemption(folder):
 
     def preempt(step: int) -> None:
         if step in (10, 41, 60):
-            eng.scheduler._preempt(eng.scheduler.running[-1])
+            eng.scheduler.preempt(eng.scheduler.running[-1])
 
     assert drain(eng, preempt) == expected
     assert eng.stats().num_preemptions >= 3
@@ -137,7 +137,7 @@ def test_d03_a_preempted_request_reports_every_token_once(folder, after):
     updates: list[RequestUpdate] = []
     while len(updates) < after:
         updates += eng.step()
-    eng.scheduler._preempt(eng.scheduler.running[0])
+    eng.scheduler.preempt(eng.scheduler.running[0])
     while eng.has_unfinished():
         updates += eng.step()
     assert [t for u in updates for t in u.token_ids] == expected
@@ -150,7 +150,7 @@ def test_d05_a_preempted_request_is_recomputed_in_chunks_before_it_samples(folde
     eng.add(EngineRequest("a", prompt(3, 0), greedy(300)))
     for _ in range(200):
         eng.step()
-    eng.scheduler._preempt(eng.scheduler.running[0])
+    eng.scheduler.preempt(eng.scheduler.running[0])
     silent = 0
     while not eng.step():
         silent += 1
@@ -203,6 +203,32 @@ def test_one_broken_request_ends_alone(folder, monkeypatch):
     for name in ("a", "c"):
         assert [t for u in updates if u.request_id == name for t in u.token_ids] == expected[name]
     assert_drained(eng)
+
+
+def test_a_step_that_breaks_half_way_leaves_no_trace(folder):
+    """Layers before the fault have moved their running sums on; the others of the batch end with the logprobs they have alone."""
+    requests = {"a": (prompt(100, 0), greedy(40, logprobs=0)), "bad": (prompt(11, 1), greedy(4)), "c": (prompt(12, 2), greedy(4))}
+    eng, lonely = engine(folder), engine(folder)
+    block = eng.runner.model.blocks[-1]
+
+    def break_on_bad(streams, batch, cache):
+        if requests["bad"][0][0] in batch.token_ids[batch.positions == 0]:
+            raise ValueError("planted")
+        return block(streams, batch, cache)
+
+    eng.runner.model.blocks[-1] = break_on_bad
+    logprobs: list[list[float]] = []
+    for each, names in ((eng, ["a", "bad", "c"]), (lonely, ["a"])):
+        for name in names:
+            each.add(EngineRequest(name, *requests[name]))
+        updates: list[RequestUpdate] = []
+        while each.has_unfinished():
+            updates += each.step()
+        assert [u.request_id for u in updates if u.error] == names[1:2]
+        logprobs.append([entry.logprob for u in updates if u.request_id == "a" for entry in u.logprobs])
+        assert_drained(each)
+    assert len(logprobs[0]) == 40
+    torch.testing.assert_close(torch.tensor(logprobs[0]), torch.tensor(logprobs[1]), rtol=0, atol=1e-5)
 
 
 def test_unusable_logits_end_their_request_only(folder, monkeypatch):

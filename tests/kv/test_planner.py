@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from abyssal.errors import ConfigError
-from abyssal.kv.planner import divide_budget
+from abyssal.kv.planner import divide_budget, sequence_pages, step_pages
 from abyssal.kv.pool import KVCache
 from abyssal.kv.specs import plan_caches
 from tests.support.small_model import small_config
@@ -39,6 +39,19 @@ def test_windows_of_all_sequences_fit_at_once():
         for start in range(0, 200, 50):
             assert cache.allocate(seq, start, start + 50)
             cache.release_unneeded(seq, start + 50)
+
+
+def test_the_state_of_ratio_128_takes_two_pages_per_layer_however_long_the_sequence():
+    released = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "sliding_window": 128}
+    plan, without = (plan_caches(small_config(r, **released), "v4", "v4", "index_fp8") for r in ([0, 128, 128], [0, 0, 0]))
+    assert sequence_pages(plan)["main"] - sequence_pages(without)["main"] == 2 * 2
+    assert step_pages(plan, 5000) == {**step_pages(without, 5000), "small": 0}
+    cache = KVCache(plan, {"main": 300, "small": 300}, CPU)
+    seq = cache.new_sequence()
+    for start in range(0, 3000, 500):
+        assert cache.allocate(seq, start, start + 500)
+        assert cache.used_by_kind["c128_state"] == cache.used_by_kind["c128_sums"] == 2
+        cache.release_unneeded(seq, start + 500)
 
 
 def test_any_number_of_sequences_is_divided_at_once():

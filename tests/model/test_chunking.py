@@ -146,6 +146,7 @@ def facts(llm: LLM) -> Callable[[list[tuple[int, int]]], Batch]:
         chunks = []
         for start, end in spans:
             held.append(cache.new_sequence())
+            held[-1].num_tokens = held[-1].folded = start
             assert cache.allocate(held[-1], start, end)
             chunks.append(Chunk([5] * (end - start), start, held[-1]))
         return build_batch(llm.engine.runner.model_config, cache, chunks, [0], torch.device("cpu"))

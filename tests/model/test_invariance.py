@@ -56,6 +56,7 @@ def shifted_logits(llm: LLM, token_ids: list[int], shift: int, chunk_sizes: list
         tables = {"main": rope_table(positions, config.rope_main), "compress": rope_table(positions, config.rope_compress)}
         parts.append(runner.model(dataclasses.replace(batch, positions=positions, rope=tables), runner.cache).clone())
         start += size
+        runner.cache.commit(sequence, token_ids, start)
         runner.cache.release_unneeded(sequence, start)
     runner.cache.free(sequence)
     return torch.cat(parts)
@@ -111,6 +112,7 @@ class Batched:
         for i, rows in zip(order, logits.split([sizes[i] for i in order]), strict=True):
             self.logits[i].append(rows.clone())
             self.done[i] += sizes[i]
+            self.runner.cache.commit(self.caches[i], self.prompts[i], self.done[i])
             self.runner.cache.release_unneeded(self.caches[i], self.done[i])
 
     def close(self) -> None:

@@ -77,6 +77,7 @@ def test_live_pages_hold_the_encoded_rows_and_are_what_is_read(
             )
             assert torch.equal(raw[first : first + spec.layout.data_bytes], data[0]), name
             assert torch.equal(raw[second : second + spec.layout.scale_bytes], scales[0]), name
+        cache.commit(seq, ids, 399)
         assert cache.allocate(seq, 399, 400)
         before = runner([Chunk(ids[399:400], 399, seq)], [0]).clone()
         spec = cache.specs["window"]

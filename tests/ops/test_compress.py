@@ -1,25 +1,33 @@
-"""Compression against V4 spec 2.9 written out entry by entry, for any cut of the sequence (cases B01, C03)."""
+"""Compression against V4 spec 2.9 and V4.1 spec 3.6 written out entry by entry, for any cut of the sequence (cases B01, C03)."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import abyssal.ops.compress.triton as kernels
+from abyssal.config import RopeConfig
+from abyssal.kv import layouts
 from abyssal.kv.batch import Chunk, build_batch
 from abyssal.kv.pool import KVCache
 from abyssal.kv.specs import plan_caches
-from abyssal.ops.compress import compress, pool
+from abyssal.model_config import parse_model_config
+from abyssal.ops.compress import accumulate, compress, pool
+from abyssal.ops.compress import pool as pool_rows
 from abyssal.ops.hadamard import hadamard
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.rope import rope_table, rotate
-from tests.support.small_model import small_config
+from tests.support.records import DEVICE, ENTRIES, POISON, new_pool, written
+from tests.support.small_model import small_config, v41_config_dict
 
 CPU = torch.device("cpu")
 DIM = 32
 
 
 def slow_entry(rows: torch.Tensor, w: int, ratio: int) -> torch.Tensor:
-    """Pooled entry w, double: per channel, a softmax over the slots of V4 spec 2.9 steps 2 to 4."""
+    """Pooled entry w, double: per channel, a softmax over the slots of V4 spec 2.9 steps 2 to 4; ratio 1: the token itself."""
+    if ratio == 1:
+        return rows[w].double()
     values, scores = rows.double().chunk(2, dim=1)
     own = range(w * ratio, (w + 1) * ratio)
     if ratio == 4:
@@ -35,28 +43,31 @@ def slow_entry(rows: torch.Tensor, w: int, ratio: int) -> torch.Tensor:
 def run_cuts(ratio: int, cuts: list[int], index_keys: bool) -> None:
     torch.manual_seed(0)
     total = sum(cuts)
-    config = small_config([ratio])
+    config = small_config([ratio]) if ratio > 2 else parse_model_config(v41_config_dict([ratio], [0], [0]))
     kind = f"c{ratio}_index" if index_keys else f"c{ratio}"
     cache = KVCache(plan_caches(config, "fp32", "fp32", "index_fp32"), {"main": 80, "index": 40, "small": 20}, CPU)
-    entries, state = cache.views[kind], cache.views[f"{kind}_state"]
-    width = state.spec.layout.dim
+    entries, state, sums = (cache.views.get(name) for name in (kind, f"{kind}_state", f"{kind}_sums"))
+    width = DIM if state is None else state.spec.layout.dim
     rows, norm = torch.randn(total, width) * 3, torch.rand(DIM) + 0.5
-    seq, start, slots = cache.new_sequence(), 0, []
+    seq, start, slots, latents = cache.new_sequence(), 0, [], []
     for count in cuts:
         assert cache.allocate(seq, start, start + count)
         batch = build_batch(config, cache, [Chunk([0] * count, start, seq)], [], CPU)
-        facts, store = batch.compress[ratio], batch.stores[state.spec.name]
-        compress(
-            rows[start : start + count], norm, facts, store, state, entries, 0,
+        facts, store = batch.compress[ratio], None if state is None else batch.stores[state.spec.name]
+        latent = compress(
+            rows[start : start + count], norm, facts, store, state, sums, entries, 0,
             overlap=ratio == 4, rotate_keys=index_keys, eps=1e-6, dtype=torch.float32,
         )  # fmt: skip
         assert facts.num_entries == (start + count) // ratio - start // ratio
         slots.append(facts.entry_slots[kind][0])
+        latents.append(latent)
         start += count
+        cache.commit(seq, [], start)
         cache.release_unneeded(seq, start)
     got = entries.read(torch.cat(slots))
     for w in range(total // ratio):
         pooled = rms_norm(slow_entry(rows, w, ratio).float()[None], norm, 1e-6)
+        torch.testing.assert_close(torch.cat(latents)[w : w + 1], pooled, rtol=1e-4, atol=2e-5)
         expected = rotate(pooled, rope_table(torch.tensor([w * ratio]), config.rope_compress))
         expected = hadamard(expected) if index_keys else expected
         torch.testing.assert_close(got[w : w + 1], expected, rtol=1e-4, atol=2e-5)
@@ -74,12 +85,208 @@ def test_ratio_128_any_cuts(cuts):
     run_cuts(128, cuts, index_keys=False)
 
 
-@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("ratio", [1, 2])
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(1, 7), min_size=1, max_size=8))
+def test_v41_ratios_any_cuts(ratio, cuts):
+    run_cuts(ratio, cuts, index_keys=False)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4, 128])
 def test_token_by_token(ratio):
     run_cuts(ratio, [1] * (ratio * 2 + 3), index_keys=False)
+
+
+def test_ratio_128_across_steps_that_fold_less_than_a_group():
+    """Every place of a group's end among the rows that are kept raw."""
+    for first in range(120, 137):
+        run_cuts(128, [first, 1, 1, 7, 1, 120, 3], index_keys=False)
+
+
+@pytest.mark.parametrize("shift", [-1e4, 0.0, 1e4])
+def test_sums_added_row_by_row_are_the_softmax_over_all_rows(shift):
+    rows = torch.randn(128, 2 * DIM, generator=torch.Generator().manual_seed(1)) * 4
+    rows[:, DIM:] += shift
+    once = pool(rows, torch.arange(128)[None], overlap=False)
+    sums = torch.stack([torch.full((DIM,), -torch.inf), torch.zeros(DIM), torch.zeros(DIM)])[None]
+    for row in torch.arange(128).split(3):
+        sums = accumulate(rows, row[None], sums)
+    torch.testing.assert_close(sums[:, 2] / sums[:, 1], once, rtol=2e-6, atol=2e-6)
+
+
+def test_sums_of_nothing_take_no_part_and_padding_neither():
+    rows = torch.tensor([[5.0, -(2.0**100)], [0.0, -torch.inf]])  # a score below any that a maximum could start from
+    before = torch.tensor([[[-torch.inf], [0.0], [0.0]]])
+    assert accumulate(rows, torch.tensor([[0, 1, 1]]), before).tolist() == [[[-(2.0**100)], [1.0], [5.0]]]
 
 
 def test_absent_tokens_have_weight_zero_whatever_the_scores():
     rows = torch.cat([torch.tensor([[7.0, 7.0, -1e4, -1e4]]), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]])])
     pooled = pool(rows, torch.tensor([[1, 0]]), overlap=True)
     assert pooled.tolist() == [[7.0]]
+
+
+# Kernel
+
+
+def kernel_compress(rows, norm, facts, store, cache, kind, **options):
+    """The kernel on the facts of a step, as the reference takes them."""
+    state, entries = cache.specs[f"{kind}_state"], cache.specs[kind]
+    pages = {s: kernels.Pages(cache.pools[s.bucket].data, s.layout, s.entries_per_page) for s in (state, entries)}
+    kernels.compress(
+        rows, norm, facts.sources, facts.carried[state.name][0], pages[state], store.rows, store.slots[0], pages[entries],
+        facts.entry_slots[kind][0], facts.rope, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("c4", "bf16"),
+        ("c4", "v4"),
+        ("c4", "v41"),
+        ("c4_index", "index_bf16"),
+        ("c4_index", "index_fp8"),
+        ("c4_index", "index_mxfp4"),
+    ],
+)
+def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
+    """Two sequences at different phases, in chunks of 1 to 9 tokens: pages byte for byte, rows close to the reference."""
+    torch.manual_seed(0)
+    main = layout if kind == "c4" else "bf16"
+    config = small_config([4], head_dim=512, qk_rope_head_dim=64, index_head_dim=128)
+    plan = plan_caches(config, main, main, layout if kind != "c4" else "index_bf16")
+    dim = 512 if kind == "c4" else 128
+    caches = [KVCache(plan, {"main": 30, "index": 20, "small": 4}, torch.device(DEVICE)) for _ in range(2)]
+    for cache in caches:
+        for pages in cache.pools.values():
+            pages.data.fill_(POISON)
+    norm = torch.rand(dim, device=DEVICE) + 0.5
+    sequences = [[cache.new_sequence() for _ in range(2)] for cache in caches]
+    starts = [0, 0]
+    for cuts in ([1, 6], [1, 3], [1, 1], [1, 9], [5, 2]):
+        rows = torch.randn(sum(cuts), 4 * dim, device=DEVICE) * 3
+        for reference, cache, seqs in ((True, caches[0], sequences[0]), (False, caches[1], sequences[1])):
+            chunks = [Chunk([0] * n, start, seq) for n, start, seq in zip(cuts, starts, seqs, strict=True)]
+            assert all(cache.allocate(c.cache, c.start, c.end) for c in chunks)
+            batch = build_batch(config, cache, chunks, [], torch.device(DEVICE))
+            facts, store = batch.compress[4], batch.stores[f"{kind}_state"]
+            options = {"overlap": True, "rotate_keys": kind == "c4_index", "eps": 1e-6, "dtype": dtype}
+            if reference:
+                compress(rows, norm, facts, store, cache.views[f"{kind}_state"], cache.views[kind], 0, **options)
+            else:
+                stored = torch.full((facts.num_entries, dim), torch.nan, device=DEVICE)
+                before = cache.pools[cache.specs[kind].bucket].data.clone()
+                kernel_compress(rows, norm, facts, store, cache, kind, stored=stored, **options)
+                slots, spec = facts.entry_slots[kind][0], cache.specs[kind]
+                pool = cache.pools[spec.bucket].data
+                got_state = cache.views[f"{kind}_state"].read(store.slots[0])
+                assert torch.equal(got_state, rows[store.rows])
+                before = written(before, spec.layout, slots, stored, spec.entries_per_page)
+                state = cache.specs[f"{kind}_state"]
+                before = written(before, state.layout, store.slots[0], rows[store.rows], state.entries_per_page)
+                assert torch.equal(pool.cpu(), before)
+        starts = [start + n for start, n in zip(starts, cuts, strict=True)]
+        if facts.num_entries:
+            # Compare what was packed with the reference's rows, recomputed without a record's rounding.
+            carried = caches[0].views[f"{kind}_state"].read(facts.carried[f"{kind}_state"][0])
+            empty = torch.cat([rows.new_zeros(1, 2 * dim), rows.new_full((1, 2 * dim), -torch.inf)], 1)
+            pooled = pool_rows(torch.cat([carried, rows, empty]), facts.sources, True).to(dtype)
+            expected = rotate(rms_norm(pooled, norm, 1e-6).float(), facts.rope).to(dtype)
+            expected = (hadamard(expected) if kind == "c4_index" else expected).float()
+            size = expected.abs().amax(-1, keepdim=True)
+            assert ((stored - expected).abs() <= size * (2**-7 if dtype == torch.bfloat16 else 1e-5)).all()
+    assert starts == [9, 21]
+
+
+def test_kernel_skips_groups_and_rows_of_slot_minus_one():
+    layout, state = layouts.get("v4"), layouts.state_rows(2048)
+    pool, state_pool = new_pool(layout, 2), new_pool(state, 2)
+    rows, norm = torch.randn(4, 2048, device=DEVICE), torch.ones(512, device=DEVICE)
+    sources = torch.tensor([[4, 4, 4, 4, 0, 1, 2, 3]] * 2, device=DEVICE)
+    rope = rope_table(torch.tensor([0, 0]), RopeConfig(64, 160000.0, None)).to(DEVICE)
+    none = torch.full((2,), -1, device=DEVICE)
+    carried = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    kernels.compress(
+        rows, norm, sources, carried, kernels.Pages(state_pool, state, ENTRIES), torch.arange(2, device=DEVICE), none,
+        kernels.Pages(pool, layout, ENTRIES), none, rope, overlap=True, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert (pool == POISON).all() and (state_pool == POISON).all()
+    kernels.compress(
+        rows, norm, sources[:0], carried, kernels.Pages(state_pool, state, ENTRIES), none[:0], none[:0],
+        kernels.Pages(pool, layout, ENTRIES), none[:0], rope[:0], overlap=True, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert (pool == POISON).all() and (state_pool == POISON).all()
+
+
+@pytest.mark.parametrize("layout", ["bf16", "v41", "v41_fp4"])
+def test_kernel_pools_pairs(layout):
+    """Ratio 2 (V4.1 spec 3.6): one carried row, a pair within the step, and the latents before RoPE."""
+    torch.manual_seed(0)
+    layout, state = layouts.get(layout), layouts.state_rows(1024)
+    pool, state_pool = new_pool(layout, 2), new_pool(state, 2)
+    old = torch.randn(1, 1024, device=DEVICE)
+    state_pool[1, 4096 : 2 * 4096] = old.view(torch.uint8)
+    rows, norm = torch.randn(4, 1024, device=DEVICE), torch.rand(512, device=DEVICE) + 0.5
+    sources = torch.tensor([[0, 1], [2, 3]], device=DEVICE)
+    slots, rope = (
+        torch.tensor([6, 1], device=DEVICE),
+        rope_table(torch.tensor([10, 500]), RopeConfig(64, 160000.0, None)).to(DEVICE),
+    )
+    stored = torch.empty(2, 512, device=DEVICE)
+    latent = torch.empty(2, 512, dtype=torch.bfloat16, device=DEVICE)
+    before, state_before = pool.clone(), state_pool.clone()
+    kept = torch.tensor([3], device=DEVICE)
+    kernels.compress(
+        rows, norm, sources, torch.tensor([5], device=DEVICE), kernels.Pages(state_pool, state, ENTRIES), kept, kept,
+        kernels.Pages(pool, layout, ENTRIES), slots, rope, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
+        latent=latent, stored=stored,
+    )  # fmt: skip
+    expected = rms_norm(pool_rows(torch.cat([old, rows]), sources, False).bfloat16(), norm, 1e-6)
+    assert ((latent.float() - expected.float()).abs() <= 2**-7 * expected.float().abs()).all()
+    turned = rotate(latent.float(), rope)
+    assert ((stored - turned).abs() <= 2**-8 * turned.abs().amax(-1, keepdim=True)).all()
+    assert torch.equal(pool.cpu(), written(before, layout, slots, stored))
+    assert torch.equal(state_pool.cpu(), written(state_before, state, kept, rows[3:]))
+
+
+def test_kernel_sums_open_groups_and_completes_them():
+    """Ratio 128: an entry from carried sums, carried rows and the step's rows; then the sums of the open group; the ring last."""
+    torch.manual_seed(0)
+    layout, ring, record = layouts.get("v4"), layouts.state_rows(1024), layouts.state_rows(1536)
+    pool, rings, records = new_pool(layout, 1), new_pool(ring, 2, 8), new_pool(record, 3, 1)
+    sequence = (
+        torch.randn(131, 1024, device=DEVICE) * 3
+    )  # tokens 0 .. 130; the step starts at 126, rows before 118 are in the sums
+    values, scores = sequence.double().chunk(2, 1)
+
+    def summed(first, end):
+        m = scores[first:end].amax(0)
+        weight = (scores[first:end] - m).exp()
+        return torch.cat([m, weight.sum(0), (weight * values[first:end]).sum(0)]).float()
+
+    records[2, : 1536 * 4] = summed(0, 118).view(torch.uint8)
+    for p in range(118, 126):
+        rings[1, p % 8 * 4096 : (p % 8 + 1) * 4096] = sequence[p].view(torch.uint8)
+    carried = torch.tensor([8 + p % 8 for p in range(118, 126)], device=DEVICE)
+    empty = 8 + 5
+    entry = [*range(10)] + [empty] * 6  # rows 118 .. 127
+    opened = [*range(5)] + [empty] * 11  # rows 118 .. 122
+    rows, norm = sequence[126:], torch.rand(512, device=DEVICE) + 0.5
+    slots, rope = torch.tensor([2], device=DEVICE), rope_table(torch.tensor([0]), RopeConfig(64, 160000.0, None)).to(DEVICE)
+    stored, ring_slots = torch.empty(1, 512, device=DEVICE), torch.tensor([8 + p % 8 for p in range(126, 131)], device=DEVICE)
+    before, ring_before = pool.clone(), rings.clone()
+    sums = kernels.Sums(kernels.Pages(records, record, 1), torch.tensor([2, 2], device=DEVICE), torch.tensor([1], device=DEVICE))
+    kernels.compress(
+        rows, norm, torch.tensor([entry, opened], device=DEVICE), carried, kernels.Pages(rings, ring, 8),
+        torch.arange(5, device=DEVICE), ring_slots, kernels.Pages(pool, layout, ENTRIES), slots, rope, overlap=False,
+        rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, sums=sums, stored=stored,
+    )  # fmt: skip
+    pooled = (values[:128] * scores[:128].softmax(0)).sum(0).float()[None].bfloat16()
+    expected = rotate(rms_norm(pooled, norm, 1e-6).float(), rope)
+    assert ((stored - expected).abs() <= 2**-7 * expected.abs().amax()).all()
+    assert torch.equal(pool.cpu(), written(before, layout, slots, stored))
+    got = records[1, : 1536 * 4].clone().view(torch.float32)
+    torch.testing.assert_close(got, summed(0, 123), rtol=1e-5, atol=1e-5)
+    assert torch.equal(rings.cpu(), written(ring_before, ring, ring_slots, rows, 8))

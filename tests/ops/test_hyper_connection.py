@@ -2,10 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 from abyssal.ops import hyper_connection as hc
+from abyssal.ops.hyper_connection import triton as kernel
 
 EPS = 1e-6
 
@@ -71,3 +75,287 @@ def test_bf16_streams_keep_fp32_coefficients():
     assert torch.equal(hc.collapse(h, pre), hc.collapse(h.float(), pre).bfloat16())
     out, post, comb = torch.randn(3, 16).bfloat16(), torch.rand(3, 4), torch.rand(3, 4, 4)
     assert torch.equal(hc.expand(h, out, post, comb), hc.expand(h.float(), out.float(), post, comb).bfloat16())
+
+
+# The kernel
+
+KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def bf16_bits(x):
+    """fp32 -> bits of the nearest bf16, ties to even."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def bf16_values(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def bf16_interpreter(monkeypatch):
+    """Triton 3.6's interpreter truncates when it casts to bf16 and multiplies bf16 matrices as integers; a GPU does neither."""
+    if KERNEL_DEVICE == "cuda":
+        return
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def convert_float(x, source, target, rounding):
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return bf16_bits(x)
+        return (
+            bf16_values(x).view(np.uint32)
+            if (source, target) == (tl.bfloat16, tl.float32)
+            else convert(x, source, target, rounding)
+        )
+
+    def create_dot(self, a, b, *args):
+        return dot(self, *(interpreter.TensorHandle(bf16_values(x.data), tl.float32) for x in (a, b)), *args)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def make_site(tokens, hidden, *, own=True, source="expand", rows=24, seed=0, scale=1.0, rms_eps=1e-6, iterations=3):
+    """(arguments of hc.site but the weights, weights): random values of every size that a trained model has."""
+    torch.manual_seed(seed)
+    streams = (torch.randn(tokens, 4, hidden) * torch.rand(tokens, 1, 1).mul(4).exp() * scale).bfloat16()
+    weights = None
+    if rows:
+        parts = torch.rand(3 if rows == 24 else 1) + 0.5
+        fn = torch.randn(rows, 4 * hidden) / math.sqrt(4 * hidden)
+        weights = hc.MixWeights.from_checkpoint(
+            fn.to(KERNEL_DEVICE), torch.randn(rows).to(KERNEL_DEVICE), parts.to(KERNEL_DEVICE), 4
+        )
+    arguments = {
+        "source": streams[:, 0].contiguous() if source == "embedding" else streams,
+        "norm_weight": torch.rand(hidden) + 0.5,
+    }
+    if source == "expand":
+        arguments["out"] = (torch.randn(tokens, hidden) * scale).bfloat16()
+        arguments["post"] = torch.rand(tokens, 4) * 2
+        arguments["comb"] = hc.sinkhorn(torch.randn(tokens, 4, 4), 20, EPS).contiguous()
+    if not own:
+        arguments["pre"] = torch.rand(tokens, 4)
+    arguments = {name: tensor.to(KERNEL_DEVICE) for name, tensor in arguments.items()}
+    return arguments | {"rms_eps": rms_eps, "eps": EPS, "iterations": iterations}, weights
+
+
+def run_kernel(arguments, weights, state=None, **more):
+    tokens = arguments["source"].shape[0]
+    prepared = kernel.KernelWeights.prepare(weights) if weights is not None else None
+    state = state or kernel.HandoverState.of_size(32 * max(tokens, 64) * 4, max(tokens, 1), arguments["source"].device)
+    return kernel.site(weights=prepared, state=state, **arguments, **more)
+
+
+def check_site(got, arguments, weights, with_mean=False):
+    """Every output of every row: streams and x within bf16 rounding, coefficients within 1e-4 of fp32."""
+    expected = hc.site(weights=weights, **arguments, with_mean=with_mean)
+    torch.testing.assert_close(got.streams.float(), expected.streams.float(), rtol=2**-7, atol=1e-5)
+    # From here on from the kernel's own streams: a rounding of theirs to the other side is no error of the coefficients.
+    again = {name: value for name, value in arguments.items() if name not in ("out", "post", "comb")} | {"source": got.streams}
+    expected = hc.site(weights=weights, **again, with_mean=with_mean)
+    torch.testing.assert_close(got.x.float(), expected.x.float(), rtol=2**-7, atol=1e-5)
+    for name in ("pre", "post", "comb", "mean"):
+        a, b = getattr(got, name), getattr(expected, name)
+        assert (a is None) == (b is None), name
+        if a is not None and name == "mean":
+            torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=1e-5)
+        elif a is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+def small(block_tokens, block_hidden, splits, steps, one_launch=KERNEL_DEVICE == "cuda", ticket=False):
+    return kernel.LaunchConfig(block_tokens, block_hidden, splits, steps, 4, 2, one_launch and splits > 1, ticket)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["v4", "v41"])
+@pytest.mark.parametrize("source", ["expand", "streams", "embedding"])
+def test_kernel_equals_reference(own, source):
+    """Ragged last block, several slices with several steps each."""
+    arguments, weights = make_site(5, 96, own=own, source=source)
+    got = run_kernel(arguments, weights, config=small(4, 16, 3, 2), with_mean=True)
+    check_site(got, arguments, weights, with_mean=True)
+    if source == "streams":
+        assert got.streams is arguments["source"]
+
+
+@pytest.mark.parametrize("config", [small(1, 32, 2, 1), small(2, 64, 1, 1), small(2, 16, 4, 1), small(4, 16, 1, 4)], ids=str)
+@pytest.mark.parametrize("own", [True, False], ids=["v4", "v41"])
+def test_kernel_launch_shapes(config, own):
+    arguments, weights = make_site(3, 64, own=own, seed=1)
+    check_site(run_kernel(arguments, weights, config=config), arguments, weights)
+
+
+def test_kernel_last_sites():
+    """V4's final collapse with 4 coefficients, V4.1's with those of the site before and no weights."""
+    arguments, weights = make_site(3, 64, rows=4)
+    got = run_kernel(arguments, weights)
+    check_site(got, arguments, weights)
+    assert got.post is None and got.comb is None
+    arguments, weights = make_site(3, 64, rows=0, own=False)
+    got = run_kernel(arguments, weights)
+    check_site(got, arguments, weights)
+    assert got.pre is None
+
+
+def test_kernel_one_hot_pre_is_the_embedding():
+    """V4.1's first site: the sublayer sees the embedding exactly (V4.1 spec 3.1)."""
+    arguments, weights = make_site(2, 64, own=False, source="embedding", rms_eps=1e-20)
+    arguments["pre"] = torch.tensor([[1.0, 0, 0, 0]] * 2, device=KERNEL_DEVICE)
+    got = run_kernel(arguments, weights)
+    check_site(got, arguments, weights)
+    assert torch.equal(got.streams, arguments["source"].unsqueeze(1).expand(-1, 4, -1))
+
+
+def test_kernel_released_sinkhorn_vector():
+    """Without input dependence the logits of comb are base."""
+    arguments, weights = make_site(2, 64, iterations=20)
+    c = torch.tensor([[0.0, 1, -1, 2], [1, 0, 0, -2], [3, -1, 0.5, 0], [0, 0, 1, 1]], device=KERNEL_DEVICE)
+    weights.fn.zero_()
+    weights.base[8:] = c.flatten()
+    expected = torch.tensor([0.0309978, 0.3578961, 0.0400030, 0.5711022], device=KERNEL_DEVICE)
+    got = run_kernel(arguments, weights)
+    torch.testing.assert_close(got.comb[:, 0], expected.expand(2, 4), rtol=0, atol=2e-7)
+    torch.testing.assert_close(got.comb, hc.sinkhorn(c.expand(2, 4, 4), 20, EPS), rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("spread", [30.0, 200.0])
+def test_kernel_sinkhorn_far_from_uniform(spread):
+    arguments, weights = make_site(2, 64, seed=3, iterations=20)
+    weights.fn.zero_()
+    weights.base[8:] = torch.randn(16, device=KERNEL_DEVICE) * spread
+    check_site(run_kernel(arguments, weights), arguments, weights)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e4])
+def test_kernel_small_and_large_streams(scale):
+    arguments, weights = make_site(2, 64, scale=scale, rms_eps=1e-20)
+    check_site(run_kernel(arguments, weights), arguments, weights)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["v4", "v41"])
+def test_kernel_is_batch_invariant_and_repeats(own):
+    """A token's result does not depend on its place, nor on the tokens beside it."""
+    arguments, weights = make_site(6, 64, own=own, seed=4)
+    config = small(4, 16, 2, 2)
+    first, again = (run_kernel(arguments, weights, config=config) for _ in range(2))
+    order = torch.tensor([3, 5, 0], device=KERNEL_DEVICE)
+    fewer = {k: v[order].contiguous() if torch.is_tensor(v) and k != "norm_weight" else v for k, v in arguments.items()}
+    part = run_kernel(fewer, weights, config=config)
+    for name in ("streams", "x", "pre", "post", "comb"):
+        assert torch.equal(getattr(first, name), getattr(again, name)), name
+        assert torch.equal(getattr(first, name)[order], getattr(part, name)), name
+
+
+def test_kernel_writes_only_its_tokens():
+    """State and outputs beyond the tokens stay untouched: poison in the hand-over rows of missing tokens is never read."""
+    arguments, weights = make_site(1, 64)
+    check_site(run_kernel(arguments, weights, config=small(4, 16, 4, 1)), arguments, weights)
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(3, 48), (0, 64), pytest.param(3000, 5120, marks=pytest.mark.gpu)])
+def test_kernel_expand(tokens, hidden):
+    arguments, _ = make_site(tokens, hidden, rows=0)
+    parts = [arguments[name] for name in ("source", "out", "post", "comb")]
+    got, expected = kernel.expand(*parts), hc.expand(*parts)
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2**-7, atol=1e-5)
+
+
+def test_kernel_without_tokens():
+    arguments, weights = make_site(0, 64)
+    got = run_kernel(arguments, weights)
+    assert got.x.shape == (0, 64) and got.comb.shape == (0, 4, 4)
+
+
+def test_kernel_refuses_by_name():
+    good, weights = make_site(2, 64)
+    bad = [
+        ({"source": good["source"].float()}, TypeError, "torch.float32"),
+        ({"source": good["source"][:, :3]}, ValueError, "3 streams"),
+        ({"out": good["out"].float()}, ValueError, "out is torch.float32"),
+        ({"out": None}, ValueError, "out, post and comb"),
+        ({"comb": good["comb"].transpose(1, 2)}, ValueError, "comb has strides"),
+        ({"norm_weight": good["norm_weight"].bfloat16()}, ValueError, "norm_weight is torch.bfloat16"),
+        ({"norm_weight": good["norm_weight"][:32]}, ValueError, "norm_weight is"),
+    ]
+    for change, error, text in bad:
+        with pytest.raises(error, match=text):
+            run_kernel(good | change, weights)
+    with pytest.raises(ValueError, match="given `pre`"):
+        run_kernel(good, None)
+    with pytest.raises(ValueError, match="allocate it for more tokens"):
+        run_kernel(good, weights, state=kernel.HandoverState.of_size(1, 1, KERNEL_DEVICE))
+    with pytest.raises(ValueError, match="hidden size 24"):
+        kernel.launch_config(1, 24, 132)
+    with pytest.raises(ValueError, match="24 or 4 coefficients, not 15"):
+        kernel.KernelWeights.prepare(hc.MixWeights(torch.zeros(15, 8), torch.zeros(15), torch.zeros(15)))
+
+
+@pytest.mark.parametrize("hidden", [32, 48, 64, 256, 4096, 5120, 7168])
+def test_kernel_config_and_state_cover_every_token_count(hidden):
+    state = kernel.HandoverState.allocate(700, hidden, "cpu", num_sms=132)
+    for tokens in range(1, 701):
+        config = kernel.launch_config(tokens, hidden, 132)
+        assert config.splits * config.steps * config.block_hidden == hidden
+        assert state.partials.shape[0] >= config.partial_rows(tokens)
+        programs = -(-tokens // config.block_tokens) * config.splits
+        resident = 132 * (2 if config.num_warps == 4 else 1)
+        assert config.splits <= resident and (config.ticket or programs <= resident)
+
+
+def test_kernel_weights_keep_sixteen_bits():
+    fn = torch.randn(24, 256)
+    prepared = kernel.KernelWeights.prepare(hc.MixWeights(fn, torch.arange(24.0), torch.arange(24.0)))
+    total = prepared.fn.float().sum(0)
+    assert prepared.base.tolist() == [*range(8, 24), *range(4, 8), *range(4)]
+    assert ((total[torch.argsort(prepared.base)] - fn).abs() <= fn.abs() * 2**-16).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [4096, 5120, 7168])
+@pytest.mark.parametrize("own", [True, False], ids=["v4", "v41"])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 33, 64, 200, 512, 1000])
+def test_kernel_at_released_sizes(tokens, own, hidden):
+    """One launch and two give the same bits, and both what the reference gives."""
+    arguments, weights = make_site(tokens, hidden, own=own, seed=tokens, iterations=20)
+    state = kernel.HandoverState.allocate(1024, hidden, "cuda")
+    got = run_kernel(arguments, weights, state)
+    check_site(got, arguments, weights)
+    split = kernel.launch_config(tokens, hidden, kernel.sm_count(torch.device("cuda", 0)), one_launch=False)
+    two = run_kernel(arguments, weights, state, config=split)
+    for name in ("streams", "x", "pre", "post", "comb"):
+        assert torch.equal(getattr(got, name), getattr(two, name)), name
+    assert not (state.arrivals & 0x7FFFFFFF).any() and not state.ticket.any()
+
+
+@pytest.mark.gpu
+def test_kernel_at_many_tokens():
+    arguments, weights = make_site(8192, 5120, iterations=20)
+    got = run_kernel(arguments, weights, kernel.HandoverState.allocate(8192, 5120, "cuda"))
+    check_site(got, arguments, weights)
+
+
+@pytest.mark.gpu
+def test_kernel_replays_in_a_graph_beside_other_work():
+    """Launches of several shapes share one state; a second stream is busy; every replay gives the same bits."""
+    state = kernel.HandoverState.allocate(512, 5120, "cuda")
+    sites = [make_site(tokens, 5120, own=own, seed=tokens, iterations=20) for tokens in (1, 8, 64, 512) for own in (True, False)]
+    prepared = [kernel.KernelWeights.prepare(weights) for _, weights in sites]
+
+    def run():
+        return [kernel.site(weights=w, state=state, **a) for (a, _), w in zip(sites, prepared, strict=True)]
+
+    expected = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    other, matrix = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for _ in range(200):
+        with torch.cuda.stream(other):
+            torch.mm(matrix, matrix)
+        graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(got, expected, strict=True):
+        for name in ("streams", "x", "pre", "post", "comb"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name

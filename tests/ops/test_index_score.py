@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from abyssal.ops.index_score import index_score
+from abyssal.kv import codec, layouts
+from abyssal.ops.index_score import gluon, index_score, triton
 
 
 @pytest.mark.parametrize(("n", "b", "heads", "entries"), [(1, 1, 8, 1), (3, 1, 8, 17), (1, 5, 16, 40), (2, 3, 64, 7)])
@@ -33,3 +34,188 @@ def test_hidden_nan_does_not_leak():
     keys[0, 2] = torch.nan
     scores = index_score(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2), keys, torch.tensor([[2]]))
     assert scores[0, 0].tolist() == [8.0, 8.0, -torch.inf]
+
+
+# The kernels: on the GPU where there is one, otherwise through Triton's interpreter, which knows no Gluon.
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+KERNELS = [
+    pytest.param(triton, id="triton"),
+    pytest.param(gluon, id="gluon", marks=[pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGE_BYTES = {"index_fp8": 8640, "index_mxfp4": 4608, "index_bf16": 16384}  # of the bucket that holds such pages
+
+
+def skip_unread(kernel, name: str) -> None:
+    if kernel is gluon and name == "index_bf16":
+        pytest.skip("the portable kernel reads these")
+
+
+def cut(kernel, programs: int, queries: int):
+    if kernel is gluon:
+        return gluon.ScoreConfig(programs, queries)
+    return triton.ScoreConfig(programs, queries, warps=4, stages=4)
+
+
+class Paged:
+    """n sequences of random keys in scattered pages; everything that no query may read is poison."""
+
+    def __init__(self, name: str, n: int, b: int, heads: int, entries: int, *, first_page: int = 1, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.layout, self.entries = layouts.get(name), entries
+        pages = -(-entries // 64)
+        keys = torch.randn(n, pages * 64, 128, generator=generator)
+        keys *= torch.exp2(torch.randint(-6, 7, (n, pages * 64, 4), generator=generator)).repeat_interleave(32, 2)
+        packed = codec.pack_pages(self.layout, keys.view(n * pages, 64, 128))
+        self.keys = codec.unpack_pages(self.layout, packed, 64).view(n, pages * 64, 128)[:, :entries]
+        self.table = (first_page + torch.randperm(n * pages, generator=generator)).int().view(n, pages)
+        self.pool = torch.full((first_page + n * pages, PAGE_BYTES[name]), 0xFF, dtype=torch.uint8)
+        self.pool[self.table.flatten().long(), : packed.shape[1]] = packed
+        q = torch.randn(n * b * heads, 128, generator=generator)
+        grid = self.layout.grid
+        if name == "index_fp8":
+            self.q = codec.quantize(grid, q)[0].view(torch.float8_e4m3fn)
+        else:
+            self.q = (q if grid is None else codec.dequantize(grid, *codec.quantize(grid, q))).bfloat16()
+        self.q = self.q.view(n, b, heads, 128)
+        self.weights = torch.randn(n, b, heads, generator=generator)
+
+    def score(self, kernel, visible: torch.Tensor, **options) -> torch.Tensor:
+        arrays = (self.q, self.weights, self.pool, self.table, visible.int())
+        options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        return kernel.index_score(
+            *(x.to(DEVICE) for x in arrays), layout=self.layout, entries_per_page=64, num_entries=self.entries, **options
+        ).cpu()
+
+    def check(self, scores: torch.Tensor, visible: torch.Tensor) -> None:
+        terms = torch.einsum("nbhd,ned->nbeh", self.q.double(), self.keys.double()).relu() * self.weights.double().unsqueeze(2)
+        error = (scores.double() - terms.sum(-1)).abs()
+        seen = torch.arange(self.entries) < visible.unsqueeze(-1)
+        assert (error <= 1e-5 * terms.abs().sum(-1))[seen].all(), (error / terms.abs().sum(-1))[seen].max()
+        assert (~scores[~seen].isfinite()).all(), "an entry that its query does not see was written"
+
+
+@pytest.mark.parametrize("name", PAGE_BYTES)
+@pytest.mark.parametrize(
+    ("n", "b", "heads", "entries"), [(1, 1, 8, 1), (3, 1, 16, 193), (2, 3, 8, 130), (1, 5, 32, 70), (2, 2, 64, 64)]
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_matches_fp64(kernel, name, n, b, heads, entries):
+    skip_unread(kernel, name)
+    paged = Paged(name, n, b, heads, entries)
+    visible = torch.randint(0, entries + 1, (n, b), generator=torch.Generator().manual_seed(1))
+    visible[-1, -1] = entries
+    paged.check(paged.score(kernel, visible, out=torch.full((n, b, entries), torch.nan)), visible)
+
+
+@pytest.mark.parametrize("name", PAGE_BYTES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_f01_kernel_with_zero_lengths(kernel, name):
+    """No sequence has an entry, or only the last of them, or one in the middle (case F01)."""
+    skip_unread(kernel, name)
+    paged = Paged(name, 4, 1, 8, 66)
+    for lengths in ([0, 0, 0, 0], [0, 0, 0, 66], [0, 1, 0, 0], [64, 0, 0, 65]):
+        visible = torch.tensor(lengths).unsqueeze(1)
+        paged.check(paged.score(kernel, visible, out=torch.full((4, 1, 66), torch.nan)), visible)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 7, 40])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_work_split_covers_everything_once(kernel, programs):
+    paged = Paged("index_fp8", 5, 2, 8, 200)
+    visible = torch.tensor([[1, 2], [200, 200], [0, 1], [63, 64], [128, 129]])
+    config = cut(kernel, programs, 1)
+    paged.check(paged.score(kernel, visible, out=torch.full((5, 2, 200), torch.nan), config=config), visible)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_maxima_of_groups(kernel, queries):
+    paged = Paged("index_fp8", 2, 3, 8, 150)
+    visible = torch.tensor([[5, 16, 17], [148, 149, 150]])
+    config = cut(kernel, 3, queries)
+    maxima = torch.full((2, 3, 10), torch.nan, device=DEVICE)
+    scores = paged.score(kernel, visible, maxima=maxima, config=config)
+    for i in range(2):
+        for j in range(3):
+            seen = scores[i, j, : visible[i, j]]
+            expected = [part.max().item() for part in seen.split(16)]
+            assert maxima[i, j, : len(expected)].tolist() == expected
+            assert maxima[i, j, len(expected) :].isnan().all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_reads_any_scale_byte_of_mxfp4(kernel):
+    """Group scales 2^-40 to 2^40 in one key stay exact, and byte 0 is 2^-127."""
+    paged = Paged("index_mxfp4", 1, 1, 8, 64)
+    scales = paged.pool[paged.table[0, 0].long(), 4096:4352].view(64, 4)
+    scales[:, 0], scales[:, 1], scales[3, 2] = 87, 167, 0
+    pages = paged.pool[paged.table[0].long()]
+    paged.keys = codec.unpack_pages(paged.layout, pages, 64)
+    visible = torch.tensor([[64]])
+    paged.check(paged.score(kernel, visible), visible)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_zero_weights_and_zero_keys(kernel):
+    paged = Paged("index_fp8", 1, 1, 8, 64)
+    paged.weights.zero_()
+    assert paged.score(kernel, torch.tensor([[64]])).eq(0).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_bad_input_is_named(kernel):
+    paged = Paged("index_fp8", 1, 1, 8, 64)
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        paged.q = paged.q.float()
+        paged.score(kernel, torch.tensor([[1]]))
+    with pytest.raises(ValueError, match="12"):
+        paged.q, paged.weights = torch.zeros(1, 1, 12, 128).to(torch.float8_e4m3fn), torch.zeros(1, 1, 12)
+        paged.score(kernel, torch.tensor([[1]]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["index_fp8", "index_mxfp4"])
+@pytest.mark.parametrize(("n", "b", "heads"), [(1, 1, 64), (4, 2, 64), (2, 64, 32)])
+@pytest.mark.parametrize("entries", [8191, 8193, 40000])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_at_real_sizes(kernel, name, n, b, heads, entries):
+    paged = Paged(name, n, b, heads, entries)
+    visible = torch.randint(0, entries + 1, (n, b)).sort(1).values
+    visible[0, -1] = entries
+    paged.check(paged.score(kernel, visible, out=torch.full((n, b, entries), torch.nan)), visible)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_h01_kernel_with_pages_beyond_4_gib(kernel):
+    """Pages whose byte offsets need 33 bits (case H01)."""
+    paged = Paged("index_fp8", 1, 1, 64, 200, first_page=1)
+    low = paged.score(kernel, torch.tensor([[200]]))
+    first = 2**32 // 8640
+    pool = torch.full((first + 5, 8640), 0xFF, dtype=torch.uint8, device="cuda")
+    pool[first : first + len(paged.pool)] = paged.pool.cuda()
+    paged.pool, paged.table = pool, paged.table + first
+    assert torch.equal(paged.score(kernel, torch.tensor([[200]])), low)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["index_fp8", "index_mxfp4"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_in_a_graph_follows_lengths(kernel, name):
+    """Lengths change between replays, zero and one included (case F01)."""
+    paged = Paged(name, 3, 1, 64, 5000)
+    visible = torch.full((3, 1), 5000, dtype=torch.int32, device="cuda")
+    arrays = [x.cuda() for x in (paged.q, paged.weights, paged.pool, paged.table)]
+    out = torch.empty(3, 1, 5000, device="cuda")
+    options = {"layout": paged.layout, "entries_per_page": 64, "num_entries": 5000, "out": out}
+    kernel.index_score(*arrays, visible, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.index_score(*arrays, visible, **options)
+    for lengths in ([0, 0, 0], [1, 0, 5000], [64, 65, 4999], [5000, 1, 0]):
+        visible.copy_(torch.tensor(lengths).unsqueeze(1))
+        out.fill_(torch.nan)
+        graph.replay()
+        paged.check(out.cpu(), torch.tensor(lengths).unsqueeze(1))

@@ -16,17 +16,20 @@ from abyssal.checkpoint.files import CheckpointFiles, StoredTensor
 from abyssal.checkpoint.match import Source, Sources, match
 from abyssal.checkpoint.names import Slot
 from abyssal.checkpoint.progress import ProgressBar
+from abyssal.checkpoint.rows import RowTable
 from abyssal.config import ModelConfig
 from abyssal.errors import CheckpointError
 from abyssal.ops.linear import LinearWeight, dequantize
 
 log = logging.getLogger(__name__)
 
-Weights = dict[str, Tensor | LinearWeight]
+Weights = dict[str, Tensor | LinearWeight | RowTable]
 MAX_SCALE_EXPONENT = 20  # real scales are far below; bytes read as numbers are far above (J01)
 
 
-def load_weights(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: bool) -> Weights:
+def load_weights(
+    folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: bool, row_cache_bytes: int = 0
+) -> Weights:
     """Load a checkpoint, strictly.
 
     Args:
@@ -35,10 +38,12 @@ def load_weights(folder: Path, config: ModelConfig, device: torch.device, dtype:
             physical memory.
         dtype: of plain and dequantised linears and of the embedding. Everything that V4 spec 3.4 uses in fp32 is fp32.
         progress: draw a bar on stderr if that is a terminal.
+        row_cache_bytes: memory for rows of tables that stay in their files, all tables together.
 
     Returns:
         Released name without a prefix -> weight. Linears are `LinearWeight`s and drop `.weight`; the experts of a layer are
-        stacked as `layers.N.ffn.experts.w13` [E, 2I, D] (w1 rows, then w3 rows) and `.w2` [E, D, I].
+        stacked as `layers.N.ffn.experts.w13` [E, 2I, D] (w1 rows, then w3 rows) and `.w2` [E, D, I]. N-gram tables are not
+        read; they are `RowTable`s.
 
     Raises:
         CheckpointError: anything is missing, left over, damaged, or not as `config` says. Names and shapes are checked before
@@ -50,14 +55,21 @@ def load_weights(folder: Path, config: ModelConfig, device: torch.device, dtype:
     summary = files.summary()
     types = ", ".join(f"{count} {name}" for name, count in summary.dtypes.items())
     log.info("checkpoint %s: %d tensors, %s (%s)", folder, summary.tensors, size(summary.nbytes), types)
+    tables = [target for target, spec in table.items() if spec.kind == "rows"]
+    weights: Weights = {target: _row_table(sources.pop(target), row_cache_bytes // len(tables)) for target in tables}
     loader = _Loader(files, config, device, dtype, dequantise=_choose_dequantised(table, sources, device, dtype))
-    weights: Weights = {}
     total = sum(_nbytes(source) for entries in sources.values() for source in entries.values())
     with ProgressBar("loading weights", total, enabled=progress) as bar:
-        for target, spec in table.items():
-            weights[target] = loader.load(spec, sources[target])
-            bar.advance(sum(_nbytes(source) for source in sources[target].values()))
+        for target, entries in sources.items():
+            weights[target] = loader.load(table[target], entries)
+            bar.advance(sum(_nbytes(source) for source in entries.values()))
     return weights
+
+
+def _row_table(sources: dict[Slot, Source], cache_bytes: int) -> RowTable:
+    (source,) = sources.values()
+    assert source.scale is not None
+    return RowTable(source.value, source.scale, cache_bytes)
 
 
 def size(nbytes: int) -> str:
@@ -77,7 +89,7 @@ def _choose_dequantised(table: Table, sources: Sources, device: torch.device, dt
     if device.type != "cpu":
         log.info("quantised weights stay as stored on %s", device)
         return False
-    needed = sum(math.prod(spec.shape) * _itemsize(spec, dtype) for spec in table.values())
+    needed = sum(math.prod(table[target].shape) * _itemsize(table[target], dtype) for target in sources)
     half = physical_memory() // 2
     name = str(dtype).removeprefix("torch.")
     if needed <= half:

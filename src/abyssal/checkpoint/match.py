@@ -9,13 +9,14 @@ from typing import Literal
 
 from abyssal.checkpoint.expected import Kind, Table, TensorSpec
 from abyssal.checkpoint.files import CheckpointFiles, StoredTensor, listing
-from abyssal.checkpoint.names import Slot, draft_kind, parse, scale_names, value_names
+from abyssal.checkpoint.names import Slot, draft_kind, is_vision, parse, scale_names, value_names
 from abyssal.config import ModelConfig
 from abyssal.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 FP4_BLOCK = (1, 32)
+ROWS_BLOCK = (1, 32)  # rows, columns per scale of a table read by rows (V4.1 spec 5.4)
 Format = Literal["plain", "fp8", "fp4"]
 _FORMATS: dict[str, Format] = {"F8_E4M3": "fp8", "I8": "fp4", "U8": "fp4", "BF16": "plain", "F16": "plain", "F32": "plain"}
 _FLOATS = ("BF16", "F16", "F32")
@@ -25,8 +26,10 @@ _TYPES: dict[Kind, tuple[str, ...]] = {
     "fp32": _FLOATS,
     "embedding": _FLOATS,
     "expert_ids": ("I32", "I64"),
+    "rows": ("F8_E4M3",),
 }
-_SCALE_TYPES = ("F8_E8M0", "U8", "F32")
+_BYTE_SCALES = ("F8_E8M0", "U8")
+_SCALE_TYPES = (*_BYTE_SCALES, "F32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +61,12 @@ def match(files: CheckpointFiles, table: Table, config: ModelConfig) -> Sources:
 
 def _place(files: CheckpointFiles, config: ModelConfig) -> dict[Slot, StoredTensor]:
     placed: dict[Slot, StoredTensor] = {}
-    unknown, drafts = [], []
+    unknown, drafts, vision = [], [], []
     for name, tensor in files.tensors.items():
         if draft_kind(name) is not None:
             drafts.append(name)
+        elif config.family == "v41" and is_vision(name):
+            vision.append(name)
         elif (slot := parse(name)) is None:
             unknown.append(name)
         elif slot in placed:
@@ -69,8 +74,12 @@ def _place(files: CheckpointFiles, config: ModelConfig) -> dict[Slot, StoredTens
         else:
             placed[slot] = tensor
     if unknown:
-        raise CheckpointError(f"unknown tensors: {listing(unknown)}; this is not a V4 checkpoint, or one that was changed")
+        raise CheckpointError(
+            f"unknown tensors: {listing(unknown)}; this is not the checkpoint of its config.json, or one that was changed"
+        )
     _check_draft(drafts, config)
+    if vision:
+        log.info("%d tensors of the image tower recognised; not used, this version reads text only", len(vision))
     return placed
 
 
@@ -130,13 +139,13 @@ def _source(slot: Slot, spec: TensorSpec, placed: dict[Slot, StoredTensor], conf
     value, scale = placed[slot], placed.get(replace(slot, part="scale"))
     if value.dtype not in _TYPES[spec.kind]:
         raise CheckpointError(f"{value.name} is stored as {value.dtype}; expected {' or '.join(_TYPES[spec.kind])}")
-    form: Format = _FORMATS[value.dtype] if spec.kind == "linear" else "plain"
+    form: Format = _FORMATS[value.dtype] if spec.kind in ("linear", "rows") else "plain"
     shape = spec.shape
     if slot.expert is not None:
         shape = (shape[1] // len(spec.pieces), shape[2])
-    block = _block(value, form, config)
+    block = ROWS_BLOCK if spec.kind == "rows" else _block(value, form, config)
     _check_shape(value, _stored_shape(value, form, shape))
-    _check_scale(value, scale, shape, block)
+    _check_scale(value, scale, shape, block, _SCALE_TYPES if spec.kind == "linear" else _BYTE_SCALES)
     return Source(value, scale, form, block)
 
 
@@ -165,8 +174,10 @@ def _check_shape(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
         )
 
 
-def _check_scale(value: StoredTensor, scale: StoredTensor | None, shape: tuple[int, ...], block: tuple[int, int] | None) -> None:
-    """`shape` is the dequantised shape of `value`."""
+def _check_scale(
+    value: StoredTensor, scale: StoredTensor | None, shape: tuple[int, ...], block: tuple[int, int] | None, types: tuple[str, ...]
+) -> None:
+    """`shape` is the dequantised shape of `value`, `types` those that a scale may have."""
     if block is None:
         if scale is not None:
             raise CheckpointError(f"unused scale {scale.name}: {value.name} is stored as {value.dtype}, which has no scale")
@@ -176,8 +187,8 @@ def _check_scale(value: StoredTensor, scale: StoredTensor | None, shape: tuple[i
         raise CheckpointError(
             f"{value.name} is stored as {value.dtype} but has no scale; names tried: {tried}; download it again"
         )
-    if scale.dtype not in _SCALE_TYPES:
-        raise CheckpointError(f"scale {scale.name} is stored as {scale.dtype}; expected {' or '.join(_SCALE_TYPES)}")
+    if scale.dtype not in types:
+        raise CheckpointError(f"scale {scale.name} is stored as {scale.dtype}; expected {' or '.join(types)}")
     _check_shape(scale, (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1])))
 
 

@@ -1,7 +1,7 @@
 """Tensor names: every accepted spelling, matched whole, to the place where the tensor goes.
 
 Released names, names with a `model.` prefix and transformers' names are accepted (V4 spec 4.1, 4.7). A name is split at fixed
-anchors and the rest looked up in a table; nothing is matched by part of a name.
+anchors and the rest looked up in a table; no weight that is loaded is matched by part of a name.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ _LINEARS: dict[str, tuple[str, ...]] = {
     "attn.wo_b": ("self_attn.o_b_proj",),
     "attn.indexer.wq_b": ("self_attn.compressor.indexer.q_b_proj",),
     "attn.indexer.weights_proj": ("self_attn.compressor.indexer.scorer.weights_proj",),
+    "attn.indexer.wk": (),
+    "engram.embed": (),
+    "engram.wkv": (),
     "ffn.shared_experts.w1": ("mlp.shared_experts.gate_proj",),
     "ffn.shared_experts.w2": ("mlp.shared_experts.down_proj",),
     "ffn.shared_experts.w3": ("mlp.shared_experts.up_proj",),
@@ -58,7 +61,11 @@ _TENSORS: dict[str, tuple[str, ...]] = {
     "attn.indexer.compressor.norm.weight": ("self_attn.compressor.indexer.kv_norm.weight",),
     "ffn.gate.weight": (),
     "ffn.gate.bias": ("ffn.gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+    "ffn.gate.bias_vl": (),
     "ffn.gate.tid2eid": (),
+    "attn.indexer.k_norm.weight": (),
+    "engram.q_weight": (),
+    "engram.k_weight": (),
 }
 _FUSED = {"mlp.experts.gate_up_proj": "ffn.experts.w13", "mlp.experts.down_proj": "ffn.experts.w2"}
 _FUSED_SCALE = "_scale_inv"
@@ -147,13 +154,15 @@ _DRAFT_TENSORS = {
     "main_norm.weight": "dspark",
     "markov_head.markov_w1.weight": "dspark",
     "markov_head.markov_w2.weight": "dspark",
+    "markov_head.embed.weight": "dspark",
+    "markov_head.head.weight": "dspark",
     "confidence_head.proj.weight": "dspark",
 }
 _DRAFT_SHARED = frozenset(("norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale", "embed.weight", "head.weight"))
 
 
 def draft_kind(name: str) -> str | None:
-    """What a `mtp.N.` tensor belongs to: `mtp`, `dspark`, `either`, or None for a name of neither (V4 spec 4.4, 4.5)."""
+    """What a `mtp.N.` tensor belongs to: `mtp`, `dspark`, `either`, or None for a name of neither (V4 spec 4.4, 4.5, V4.1 spec 5.5)."""
     match = _DRAFT.fullmatch(name)
     if match is None:
         return None
@@ -165,3 +174,11 @@ def draft_kind(name: str) -> str | None:
             return kind
     known = relative in _DRAFT_SHARED or _parse_in_layer("layers.0.", relative) is not None
     return "either" if known else None
+
+
+_VISION = re.compile(r"(?:model\.)?(?:(?:vision|aligner)\..+|image_(?:start|end|newline))")
+
+
+def is_vision(name: str) -> bool:
+    """Whether a tensor belongs to V4.1's image tower, its aligner or the marks around an image (V4.1 spec 5.6)."""
+    return _VISION.fullmatch(name) is not None

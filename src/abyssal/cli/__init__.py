@@ -1,4 +1,4 @@
-"""The command line: `abyssal serve | generate | chat | doctor`."""
+"""The command line: `abyssal serve | generate | chat | plan | doctor`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": "Serve the OpenAI API over HTTP.",
     "generate": "Complete one prompt.",
     "chat": "Talk to the model in the terminal.",
+    "plan": "Show what a model and its KV cache need.",
     "doctor": "Show what this machine can run, and why not more.",
 }
 

@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,8 @@ from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, 
 from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
 from abyssal.errors import EngineDeadError, RequestError
-from abyssal.kv.batch import Chunk
+from abyssal.kv.handover import HandOver, check, export, restore
+from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
 from abyssal.tokenizer import Tokenizer
 
@@ -63,9 +65,11 @@ class EngineStats:
     prompt_tokens: int  # computed so far, recomputation included
     generation_tokens: int
     pages_total: dict[str, int]  # by bucket
-    pages_free: dict[str, int]
+    pages_free: dict[str, int]  # with those that only the prefix index holds
+    pages_cached: dict[str, int]  # these
     page_bytes: dict[str, int]
     pages_by_kind: dict[str, int]
+    bytes_by_kind: dict[str, int]  # of those pages
 
 
 class Engine:
@@ -77,10 +81,10 @@ class Engine:
         self.config = resolve(config, model_config, torch.cuda.is_available())
         if self.config.device == "cpu" and self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
-        self.runner = Runner(folder, model_config, self.config)
-        self.cache = self.runner.cache
         # For callers in this process; here it tells which ids mean something, and which end a text.
         self.tokenizer = tokenizer = Tokenizer.load(folder, model_config.vocab_size)
+        self.runner = Runner(folder, model_config, self.config, tokenizer)
+        self.cache = self.runner.cache
         eos = model_config.eos_token_ids
         self.info = EngineInfo(
             model_name=self.config.served_model_name or folder.name,
@@ -109,6 +113,11 @@ class Engine:
             "KV cache %.2f GiB: %d tokens of one sequence, windows of %d sequences; max_model_len %d",
             sizes.total_bytes / 2**30, self.runner.capacity_tokens, sizes.num_sequences, self.runner.max_model_len,
         )  # fmt: skip
+        kinds = ", ".join(f"{name} {size:g}" for name, size in token_bytes(self.runner.plan).items())
+        log.info(
+            "bytes per token: %s; windows and states: up to %.2f MiB of pages per sequence",
+            kinds or "none", fixed_bytes(self.runner.plan) / 2**20,
+        )  # fmt: skip
 
     def add(self, request: EngineRequest) -> None:
         """Queue `request`.
@@ -116,20 +125,20 @@ class Engine:
         Raises:
             RequestError: it can never be served as asked.
         """
+        seq = self._new_sequence(request, [])
+        self._sequences[request.request_id] = seq
+        self.scheduler.waiting.append(seq)
+
+    def _new_sequence(self, request: EngineRequest, output_ids: list[int]) -> Sequence:
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is already in use", param="request_id")
         max_new_tokens = check_request(request, self.info.limits)
         self._requests_seen += 1
-        sampler = SamplerState(
-            request.params,
-            request.prompt_ids,
-            self.info.eos_token_ids,
-            fallback_seed=(self.config.seed, self._requests_seen),
-            mask=None if request.grammar is None else self._grammar_masks.mask(request.grammar),
-        )
-        seq = Sequence(request, self.cache.new_sequence(), sampler, max_new_tokens, list(request.prompt_ids))
-        self._sequences[request.request_id] = seq
-        self.scheduler.waiting.append(seq)
+        seed = (self.config.seed, self._requests_seen)
+        mask = None if request.grammar is None else self._grammar_masks.mask(request.grammar)
+        sampler = SamplerState(request.params, request.prompt_ids, self.info.eos_token_ids, seed, output_ids, mask)
+        token_ids = [*request.prompt_ids, *output_ids]
+        return Sequence(request, self.cache.new_sequence(request.cache_salt), sampler, max_new_tokens, token_ids)
 
     @cached_property
     def _grammar_masks(self) -> GrammarMasks:
@@ -143,8 +152,10 @@ class Engine:
         if (seq := self._sequences.pop(request_id, None)) is not None:
             self.scheduler.remove(seq)
 
-    def score(self, token_ids: list[int], chunk_sizes: list[int], rows: list[int]) -> Tensor:
+    def score(self, token_ids: list[int], chunk_sizes: list[int], rows: list[int], reuse_prefix: bool = False) -> Tensor:
         """Logits fp32 [len(rows), V] on the CPU of ascending positions `rows`, the prefill cut into `chunk_sizes`.
+
+        With `reuse_prefix` known tokens are not computed, and their rows are NaN; what is left is cut where it would be anyway.
 
         Raises:
             RequestError: there is no token, an id is unknown, or the caches have no room beside the requests that run.
@@ -152,22 +163,65 @@ class Engine:
         if not token_ids:
             raise RequestError("token_ids is empty; give at least one token", param="token_ids")
         check_ids("token_ids", token_ids, self.info.vocab_size)
-        cache, start, first_row, parts = self.cache.new_sequence(), 0, 0, []
+        cache = self.cache.new_sequence()
         try:
-            for count in chunk_sizes:
-                if not self.cache.allocate(cache, start, start + count):
+            start = self.cache.reuse(cache, token_ids) if reuse_prefix else 0
+            first_row = bisect_left(rows, start)
+            parts = [torch.full((first_row, self.info.model_vocab_size), torch.nan)]
+            for end in accumulate(chunk_sizes):
+                if end <= start:
+                    continue
+                if not self.cache.allocate(cache, start, end):
                     raise RequestError(
-                        f"the KV cache has no room for {len(token_ids)} tokens in chunks of {count}; raise kv_cache_bytes or cut smaller",
+                        f"the KV cache has no room for {len(token_ids)} tokens in chunks of {end - start}; raise kv_cache_bytes or "
+                        "cut smaller",
                         param="token_ids",
                     )
-                end_row = bisect_left(rows, start + count)
-                chunk = Chunk(token_ids[start : start + count], start, cache)
+                end_row = bisect_left(rows, end)
+                chunk = self.runner.chunk(token_ids, start, end, cache)
                 parts.append(self.runner([chunk], [p - start for p in rows[first_row:end_row]]).float().cpu())
-                start, first_row = start + count, end_row
+                start, first_row = end, end_row
+                self.cache.commit(cache, token_ids, start)
                 self.cache.release_unneeded(cache, start)
         finally:
             self.cache.free(cache)
         return torch.cat(parts)
+
+    def export_sequence(self, request_id: str) -> HandOver:
+        """What is computed of a running request, for `import_sequence` of another engine. The request goes on here, too.
+
+        Raises:
+            RequestError: the request is unknown or nothing of it is in the caches.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None or seq.num_computed == 0:
+            raise RequestError(f"request {request_id!r} has nothing in the caches; export it while it runs", param="request_id")
+        return export(self.cache, seq.cache, seq.token_ids)
+
+    def import_sequence(self, request: EngineRequest, handed: HandOver) -> None:
+        """Take up `request` where another engine left it: the next step computes the first token that `handed` lacks.
+
+        Tokens that `handed` has beyond the prompt are output that its engine has reported already.
+
+        Raises:
+            HandOverError: `handed` is of another model or layout, or damaged.
+            RequestError: the request is not the one handed over, cannot be served, or there is no room at this time.
+        """
+        check(self.cache, handed)
+        prompt, output = request.prompt_ids, handed.token_ids[len(request.prompt_ids) :]
+        seq = self._new_sequence(request, output)
+        if handed.token_ids[: len(prompt)] != prompt:
+            raise RequestError("the hand-over has another prompt than the request", param="prompt")
+        check_ids("token_ids", output, self.info.vocab_size)
+        if handed.num_tokens >= len(seq.token_ids) or len(output) >= seq.max_new_tokens:
+            raise RequestError("the hand-over leaves nothing to compute; raise max_tokens", param="max_tokens")
+        if request.params.prompt_logprobs is not None and not output:
+            raise RequestError("prompt_logprobs need the whole prompt to be computed by one engine", param="prompt_logprobs")
+        if len(self.scheduler.running) >= self.config.max_num_seqs or not restore(self.cache, seq.cache, handed):
+            raise RequestError(f"no room for a sequence of {handed.num_tokens} tokens now; try again when requests have ended")
+        seq.num_computed = handed.num_tokens
+        self._sequences[request.request_id] = seq
+        self.scheduler.running.append(seq)
 
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
@@ -194,9 +248,13 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             pages_total={str(b): p.num_pages for b, p in pools.items()},
-            pages_free={str(b): p.num_free for b, p in pools.items()},
+            pages_free={str(b): p.num_available for b, p in pools.items()},
+            pages_cached={str(b): p.num_idle for b, p in pools.items()},
             page_bytes={str(b): p.page_bytes for b, p in pools.items()},
             pages_by_kind=dict(self.cache.used_by_kind),
+            bytes_by_kind={
+                n: count * pools[self.cache.specs[n].bucket].page_bytes for n, count in self.cache.used_by_kind.items()
+            },
         )
 
     def _refuse_head(self) -> list[RequestUpdate]:
@@ -215,15 +273,33 @@ class Engine:
             if len(scheduled) == 1:
                 log.exception("request %s failed", scheduled[0][0].request.request_id)
                 return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
-        # One of several sequences broke the step. Nothing was committed, so each is computed alone, and only the culprit ends.
-        return [update for item in scheduled for update in self._run([item])]
+        # One of several sequences broke the step, half-way through the layers: no record can be relied on. Each is computed again
+        # from its first token, alone, and only the culprit ends.
+        ends = [(seq, seq.num_computed + count) for seq, count in scheduled]
+        for seq, _ in scheduled:
+            self.cache.free(seq.cache)
+            seq.num_computed = 0
+        return [update for seq, end in ends for update in self._recompute(seq, end)]
+
+    def _recompute(self, seq: Sequence, end: int) -> list[RequestUpdate]:
+        """Compute `seq`, which holds no pages, up to token `end` in steps of its own, or leave it to the scheduler to do."""
+        updates: list[RequestUpdate] = []
+        if seq.may_reuse:
+            seq.num_computed = self.cache.reuse(seq.cache, seq.token_ids)
+        while seq.num_computed < end and not updates:
+            count = min(end - seq.num_computed, self.config.max_num_batched_tokens)
+            if not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
+                self.scheduler.preempt(seq)
+                return []
+            updates = self._run([(seq, count)])
+        return updates
 
     def _compute(self, scheduled: Scheduled) -> list[RequestUpdate]:
         chunks, rows, offset = [], [], 0
         wanted: list[tuple[Sequence, list[int], bool]] = []  # sequence, prompt positions to score, whether it samples
         for seq, count in scheduled:
             start, end = seq.num_computed, seq.num_computed + count
-            chunks.append(Chunk(seq.token_ids[start:end], start, seq.cache))
+            chunks.append(self.runner.chunk(seq.token_ids, start, end, seq.cache))
             scored = _prompt_positions(seq, start, end)
             samples = end == len(seq.token_ids)
             wanted.append((seq, scored, samples))
@@ -253,6 +329,7 @@ class Engine:
         """Advance `seq` by what the step computed; None when the request has nothing to report yet."""
         first_computed = seq.num_computed
         seq.num_computed += count
+        self.cache.commit(seq.cache, seq.token_ids, seq.num_computed)
         self.cache.release_unneeded(seq.cache, seq.num_computed)
         self._prompt_tokens += max(0, min(seq.num_computed, len(seq.request.prompt_ids)) - first_computed)
         if token is None:
@@ -273,6 +350,7 @@ class Engine:
             [None, *seq.prompt_logprobs] if asked else None,
             reason,
             stop_id,
+            num_cached_tokens=seq.num_cached,
         )
 
     def _finish_reason(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:

@@ -118,6 +118,7 @@ class EngineRequest:
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
+    cache_salt: str | None = None  # only requests of the same salt share a cached prefix
     grammar: Grammar | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -12,9 +13,12 @@ from abyssal.config import EngineConfig, ModelConfig
 from abyssal.errors import ConfigError
 from abyssal.kv.batch import Chunk, build_batch
 from abyssal.kv.planner import PoolSizes, divide_budget
-from abyssal.kv.pool import KVCache
+from abyssal.kv.pool import KVCache, SequenceCache
+from abyssal.kv.prefix import PrefixIndex
 from abyssal.kv.specs import plan_caches
 from abyssal.model.model import Model
+from abyssal.ops.ngram_hash import NgramHash, ngram_hash
+from abyssal.tokenizer import Tokenizer
 
 STEP_WORKSPACE = 4 << 30  # bytes left to a step's activations on a GPU
 
@@ -22,19 +26,23 @@ STEP_WORKSPACE = 4 << 30  # bytes left to a step's activations on a GPU
 class Runner:
     """One model on one device, with its page pools."""
 
-    def __init__(self, folder: Path, model_config: ModelConfig, config: EngineConfig) -> None:
+    def __init__(self, folder: Path, model_config: ModelConfig, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         """`config` is resolved: no option is "auto"."""
         self.model_config, self.config = model_config, config
+        self.ngrams = _ngram_hash(model_config, tokenizer)
         self.device = torch.device(config.device)
         dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
         # Before the weights: a layout that does not fit is cheap to find.
-        plan = plan_caches(model_config, *config.record_layouts)
-        self.model = Model(load_weights(folder, model_config, self.device, dtype, progress=True), model_config, dtype)
+        self.plan = plan_caches(model_config, *config.record_layouts)
+        weights = load_weights(folder, model_config, self.device, dtype, True, config.engram_cache_bytes)
+        self.model = Model(weights, model_config, dtype)
         longest = config.max_model_len or model_config.max_position
-        self.sizes = divide_budget(plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
+        self.sizes = divide_budget(self.plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
         self.max_model_len = self._max_model_len(self.sizes)
-        self.cache = KVCache(plan, self.sizes.num_pages, self.device)
+        identity = self._identity()
+        prefix = PrefixIndex(identity) if config.enable_prefix_caching else None
+        self.cache = KVCache(self.plan, self.sizes.num_pages, self.device, prefix, identity)
 
     @property
     def capacity_tokens(self) -> int:
@@ -42,7 +50,19 @@ class Runner:
 
     def __call__(self, chunks: list[Chunk], logit_rows: list[int]) -> Tensor:
         """Compute `chunks` (pages allocated, single tokens first) -> logits fp32 [len(logit_rows), V] on the device."""
-        return self.model(build_batch(self.model_config, self.cache, chunks, logit_rows, self.device), self.cache)
+        batch = build_batch(self.model_config, self.cache, chunks, logit_rows, self.device, self.ngrams)
+        return self.model(batch, self.cache)
+
+    def chunk(self, token_ids: list[int], start: int, end: int, cache: SequenceCache) -> Chunk:
+        """Tokens [start, end) of the sequence `token_ids`, with what its n-gram hashes need of the tokens before."""
+        history = self.ngrams.history if self.ngrams is not None else 0
+        return Chunk(token_ids[start:end], start, cache, token_ids[max(0, start - history) : start])
+
+    def _identity(self) -> str:
+        """Says which model, dtype and layouts make the records, wherever the checkpoint lies: any training changes these weights."""
+        facts = repr((self.model_config, self.config.dtype, self.config.record_layouts)).encode()
+        sample = torch.cat([self.model.norm.flatten().float(), self.model.head[:8].flatten().float()])
+        return hashlib.sha256(facts + sample.cpu().numpy().tobytes()).hexdigest()
 
     def _budget(self) -> int:
         if self.config.kv_cache_bytes is not None:
@@ -66,3 +86,13 @@ class Runner:
                 f"sequence; raise kv_cache_bytes or set max_model_len to at most {capacity}"
             )
         return asked
+
+
+def _ngram_hash(config: ModelConfig, tokenizer: Tokenizer | None) -> NgramHash | None:
+    if config.engram is None:
+        return None
+    if tokenizer is None:
+        raise ConfigError(
+            "this model has n-gram tables, which are addressed by the texts of its tokens: tokenizer.json is missing"
+        )
+    return ngram_hash(config.engram, tokenizer.vocabulary())

@@ -39,17 +39,24 @@ class Scheduler:
     def _allocate_or_preempt(self, seq: Sequence, count: int, plan: dict[Sequence, int]) -> bool:
         while not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             plan.pop(victim, None)
             if victim is seq:
                 return False
         return True
 
     def _admit(self, plan: dict[Sequence, int]) -> None:
-        while self.waiting and len(self.running) < self.max_num_seqs and (count := self._fit(self.waiting[0], plan)):
+        while self.waiting and len(self.running) < self.max_num_seqs and self._fit(self.waiting[0], plan):
             seq = self.waiting[0]
-            if not self._has_room(seq) or not self.cache.allocate(seq.cache, 0, count):
+            reused = self.cache.reuse(seq.cache, seq.token_ids) if seq.may_reuse else 0
+            seq.num_computed = reused
+            count = self._fit(seq, plan)
+            if not self._has_room(seq) or not self.cache.allocate(seq.cache, reused, reused + count):
+                self.cache.free(seq.cache)
+                seq.num_computed = 0
                 return
+            if seq.num_output == 0:
+                seq.num_cached = reused
             self.running.append(self.waiting.popleft())
             plan[seq] = count
 
@@ -61,9 +68,10 @@ class Scheduler:
         if not self.running:
             return True
         claims = [self.cache.missing_pages(s.cache, len(s.token_ids) + 1) for s in (*self.running, newcomer)]
-        return all(sum(claim[bucket] for claim in claims) <= pool.num_free for bucket, pool in self.cache.pools.items())
+        return all(sum(claim[bucket] for claim in claims) <= pool.num_available for bucket, pool in self.cache.pools.items())
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
+        """Take the pages of the running `seq`; it waits, first in line, to be computed again from its tokens."""
         self.running.remove(seq)
         self.cache.free(seq.cache)
         seq.num_computed = 0

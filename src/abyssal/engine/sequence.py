@@ -19,6 +19,7 @@ class Sequence:
     max_new_tokens: int
     token_ids: list[int]  # prompt, then output
     num_computed: int = 0
+    num_cached: int = 0  # of the prompt, taken from the prefix index instead of being computed
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     @property
@@ -28,3 +29,8 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def may_reuse(self) -> bool:
+        """Logprobs of the prompt need all of its logits, so that nothing may be skipped."""
+        return self.request.params.prompt_logprobs is None or self.num_output > 0

@@ -6,15 +6,16 @@ queries form one rectangular group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.pool import NO_PAGE, KVCache, PageTable, SequenceCache
-from abyssal.kv.specs import CacheSpec
+from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache, entry_slots
+from abyssal.kv.specs import ROLL_BACK, CacheSpec
+from abyssal.ops.ngram_hash import NgramHash
 from abyssal.ops.rope import rope_table
 
 QUERY_TILE = 64  # queries of one sequence that share a gather of their window; 32 and 128 measured slower on CPU
@@ -27,6 +28,7 @@ class Chunk:
     token_ids: list[int]
     start: int
     cache: SequenceCache
+    before: list[int] = field(default_factory=list)  # the ids in front of `start` that n-gram hashes look back to
 
     @property
     def end(self) -> int:
@@ -53,17 +55,27 @@ class QueryGroup:
 
 @dataclass(frozen=True, slots=True)
 class CompressFacts:
-    """Which compressed entries a step completes for one ratio, and from which rows (V4 spec 2.9)."""
+    """Which groups of tokens a step pools for one ratio, and from which rows (V4 spec 2.9, V4.1 spec 3.6).
+
+    G groups: first the E whose entries the step completes; then, of a ratio with running sums, those left open by sequences
+    whose sums take up more rows.
+    """
 
     phases: Tensor  # [T] int64, position of every token in its group
-    sources: Tensor  # [E, slots] int64 into carried rows, then the step's tokens, then one empty row
+    sources: Tensor  # [G, slots] int64 into carried rows, then the step's tokens, then one empty row
     carried: dict[str, Tensor]  # state kind -> [layers, C] int32, slots of rows of earlier steps
+    carried_sums: dict[str, Tensor]  # sums kind -> [layers, G] int32, sums over a group's earlier rows; -1: there are none
+    sum_slots: dict[str, Tensor]  # sums kind -> [layers, G - E] int64, where the sums of open groups are stored
     entry_slots: dict[str, Tensor]  # kind -> [layers, E] int32, where each entry is stored
     rope: Tensor  # [E, rope_dim / 2] complex64, at the first token of each group
 
     @property
-    def num_entries(self) -> int:
+    def num_groups(self) -> int:
         return self.sources.shape[0]
+
+    @property
+    def num_entries(self) -> int:
+        return self.rope.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +95,10 @@ class Batch:
     logit_rows: Tensor  # [R] int64, tokens whose logits are wanted
     rope: dict[str, Tensor]  # "main" and "compress" -> [T, rope_dim / 2] complex64
     groups: list[QueryGroup]
-    stores: dict[str, StoreFacts]  # window and state kinds
+    stores: dict[str, StoreFacts]  # kinds that store rows of single tokens: windows, states
     compress: dict[int, CompressFacts]  # ratio -> facts
     tables: dict[str, Tensor]  # whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
+    engram_rows: Tensor | None  # [engram layers, T, columns] int64 on the CPU, rows of the n-gram tables; None: there are none
 
     def entry_slots(self, spec: CacheSpec, layer: int, group: QueryGroup) -> Tensor:
         """Slots int32 [n, N] of the entries that a group's sequences have, N = the most that any of its queries sees.
@@ -99,8 +112,18 @@ class Batch:
         return slots.masked_fill_(index >= group.visible[spec.ratio][:, -1:], -1)
 
 
-def build_batch(config: ModelConfig, cache: KVCache, chunks: list[Chunk], logit_rows: list[int], device: torch.device) -> Batch:
-    """Facts for computing `chunks`; every chunk's pages are allocated, chunks of one token come first."""
+def build_batch(
+    config: ModelConfig,
+    cache: KVCache,
+    chunks: list[Chunk],
+    logit_rows: list[int],
+    device: torch.device,
+    ngrams: NgramHash | None = None,
+) -> Batch:
+    """Facts for computing `chunks`; every chunk's pages are allocated, chunks of one token come first.
+
+    `ngrams` is the hash of a model with n-gram tables.
+    """
     counts = np.array([len(c.token_ids) for c in chunks])
     offsets = np.concatenate([[0], np.cumsum(counts)])
     positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
@@ -113,72 +136,115 @@ def build_batch(config: ModelConfig, cache: KVCache, chunks: list[Chunk], logit_
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         rope={name: rope_table(positions_t, rope) for name, rope in ropes.items()},
         groups=_query_groups(cache.specs["window"], ratios, chunks, offsets, device),
-        stores={n: _store_facts(s, chunks, offsets, device) for n, s in cache.specs.items() if s.window is not None},
+        stores={n: _store_facts(s, chunks, offsets, device) for n, s in cache.specs.items() if _stores_tokens(s)},
         compress={r: _compress_facts(config, cache, r, chunks, offsets, positions_t) for r in ratios},
-        tables={n: _stack_tables(n, s, chunks, device) for n, s in cache.specs.items() if s.window is None},
+        tables={n: _stack_tables(n, s, chunks, device) for n, s in cache.specs.items() if s.lifetime == "context"},
+        engram_rows=None if ngrams is None else _engram_rows(ngrams, chunks),
     )
 
 
-def _slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
-    """Slots int32 [layers, n] of entry indices [n]; -1 for negative indices and where nothing is stored."""
-    blocks = entries // spec.entries_per_page - table.first_block
-    held = (entries >= 0) & (blocks >= 0) & (blocks < table.pages.shape[1])
-    if table.pages.shape[1] == 0:
-        return np.full((len(spec.layers), len(entries)), -1, np.int32)
-    pages = table.pages[:, np.where(held, blocks, 0)]
-    slots = pages * spec.entries_per_page + (entries % spec.entries_per_page).astype(np.int32)
-    return np.where(held & (pages != NO_PAGE), slots, -1).astype(np.int32)
+def _engram_rows(ngrams: NgramHash, chunks: list[Chunk]) -> Tensor:
+    for chunk in chunks:
+        assert len(chunk.before) == min(chunk.start, ngrams.history), f"{len(chunk.before)} ids before position {chunk.start}"
+    return torch.from_numpy(np.concatenate([ngrams.rows(c.before, c.token_ids) for c in chunks], axis=1))
+
+
+def _stores_tokens(spec: CacheSpec) -> bool:
+    return spec.lifetime != "context" and spec.ratio == 1
 
 
 def _store_facts(spec: CacheSpec, chunks: list[Chunk], offsets: np.ndarray, device: torch.device) -> StoreFacts:
+    """Rows and slots of the tokens for which `spec` has pages; for a tail-only kind these are few of a long chunk."""
     rows, slots = [], []
     for chunk, offset in zip(chunks, offsets, strict=False):
-        first = max(chunk.start, spec.first_kept(chunk.end)) if spec.tail_only else chunk.start
-        positions = np.arange(first, chunk.end)
-        rows.append(positions - chunk.start + offset)
-        slots.append(_slots(spec, chunk.cache.tables[spec.name], positions))
+        first = max(chunk.start, spec.first_kept(chunk.end)) if spec.lifetime == "record" else chunk.start
+        where = entry_slots(spec, chunk.cache.tables[spec.name], np.arange(first, chunk.end))
+        stored = np.flatnonzero(where[0] >= 0)
+        rows.append(stored + first - chunk.start + offset)
+        slots.append(where[:, stored])
     return StoreFacts(
         torch.from_numpy(np.concatenate(rows)).to(device),
         torch.from_numpy(np.concatenate(slots, axis=1)).long().to(device),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Groups of tokens that a step pools, of all its sequences; completed ones first."""
+
+    chunk: np.ndarray  # [G]
+    tokens: np.ndarray  # [G, slots] positions, -1 for none
+    has_sums: np.ndarray  # [G] bool, whether rows of the group before these are in the sequence's sums
+
+
 def _compress_facts(
     config: ModelConfig, cache: KVCache, ratio: int, chunks: list[Chunk], offsets: np.ndarray, positions: Tensor
 ) -> CompressFacts:
-    """Entry w of a ratio pools tokens [m w, m w + m), with overlap also the m before; older ones come from the state kinds."""
-    overlap, device = ratio if ratio == 4 else 0, positions.device
+    """Which rows make up the entries and sums of a step: the step's own, older ones from the state kinds."""
+    device = positions.device
     kinds = [n for n in (f"c{ratio}", f"c{ratio}_index") if n in cache.specs]
+    with_state = [n for n in kinds if f"{n}_state" in cache.specs]
+    with_sums = [f"{n}_sums" for n in kinds if f"{n}_sums" in cache.specs]
+    groups = _summed_groups(chunks, ratio) if with_sums else _whole_groups(chunks, ratio)
     entries = [np.arange(c.start // ratio, c.end // ratio) for c in chunks]
-    carried = [_carried(c, w, ratio, overlap) for c, w in zip(chunks, entries, strict=True)]
-    num_carried = sum(map(len, carried))
-    sources, base = [], 0
-    for chunk, w, old, offset in zip(chunks, entries, carried, offsets, strict=False):
-        tokens = w[:, None] * ratio + np.arange(-overlap, ratio)  # [E, slots]
-        from_state = base + tokens - (chunk.start - len(old))
-        from_step = num_carried + offset + tokens - chunk.start
-        row = np.where(tokens < chunk.start, from_state, from_step)
-        sources.append(np.where(tokens < 0, num_carried + offsets[-1], row))
-        base += len(old)
+    num_entries = sum(map(len, entries))
+    starts = np.array([c.start for c in chunks])
+    start, used = starts[groups.chunk, None], groups.tokens >= 0
+    first = starts.copy()  # position of the first row of an earlier step, by chunk
+    np.minimum.at(first, groups.chunk, np.where(used, groups.tokens, start).min(axis=1, initial=np.iinfo(np.int64).max))
+    ends = np.cumsum(starts - first)
+    from_state = (ends - starts)[groups.chunk, None] + groups.tokens
+    from_step = ends[-1] + (offsets[:-1] - starts)[groups.chunk, None] + groups.tokens
+    sources = np.where(used, np.where(groups.tokens < start, from_state, from_step), ends[-1] + offsets[-1])
 
-    def slots(name: str, where: list[np.ndarray]) -> Tensor:
-        parts = [_slots(cache.specs[name], c.cache.tables[name], p) for c, p in zip(chunks, where, strict=True)]
-        return torch.from_numpy(np.concatenate(parts, axis=1)).to(device)
+    def slots(name: str, where: list[np.ndarray]) -> np.ndarray:
+        parts = [entry_slots(cache.specs[name], c.cache.tables[name], p) for c, p in zip(chunks, where, strict=True)]
+        return np.concatenate(parts, axis=1)
 
+    carried = [np.arange(a, b) for a, b in zip(first, starts, strict=True)]
+    sums = {n: slots(n, [np.zeros(1, np.int64)] * len(chunks))[:, groups.chunk] for n in with_sums}  # [layers, G]
     first_tokens = torch.from_numpy(np.concatenate(entries) * ratio).to(device)
     return CompressFacts(
         phases=positions % ratio,
-        sources=torch.from_numpy(np.concatenate(sources)).to(device),
-        carried={f"{n}_state": slots(f"{n}_state", carried) for n in kinds},
-        entry_slots={n: slots(n, entries) for n in kinds},
+        sources=torch.from_numpy(sources).to(device),
+        carried={f"{n}_state": torch.from_numpy(slots(f"{n}_state", carried)).to(device) for n in with_state},
+        carried_sums={n: torch.from_numpy(np.where(groups.has_sums, s, -1)).to(device) for n, s in sums.items()},
+        sum_slots={n: torch.from_numpy(s[:, num_entries:]).long().to(device) for n, s in sums.items()},
+        entry_slots={n: torch.from_numpy(slots(n, entries)).to(device) for n in kinds},
         rope=rope_table(first_tokens, config.rope_compress),
     )
 
 
-def _carried(chunk: Chunk, entries: np.ndarray, ratio: int, overlap: int) -> np.ndarray:
-    """Positions before the chunk whose rows its entries pool."""
-    first = max(0, entries[0] * ratio - overlap) if len(entries) else chunk.start
-    return np.arange(first, chunk.start)
+def _whole_groups(chunks: list[Chunk], ratio: int) -> _Groups:
+    """Entry w of a ratio pools tokens [m w, m w + m), with overlap also the m before."""
+    overlap = ratio if ratio == 4 else 0
+    entries = [np.arange(c.start // ratio, c.end // ratio) for c in chunks]
+    owners = np.repeat(np.arange(len(chunks)), [len(w) for w in entries])
+    tokens = np.concatenate(entries)[:, None] * ratio + np.arange(-overlap, ratio)
+    return _Groups(owners, tokens, np.zeros(len(owners), bool))
+
+
+def _summed_groups(chunks: list[Chunk], ratio: int) -> _Groups:
+    """Entry w pools tokens [m w, m w + m); the sums then take up the rows of the last group that are beyond roll-back.
+
+    Rows before a sequence's `folded` are pooled already, in its sums.
+    """
+    groups: list[tuple[int, int, int, int]] = []  # chunk, group, first token, end
+    for i, chunk in enumerate(chunks):
+        folded = chunk.cache.folded
+        assert chunk.start - ROLL_BACK <= folded <= chunk.start, (
+            f"rows up to {folded} are summed, the step starts at {chunk.start}"
+        )
+        for w in range(chunk.start // ratio, chunk.end // ratio):
+            groups.append((i, w, max(folded, w * ratio), (w + 1) * ratio))
+    for i, chunk in enumerate(chunks):
+        end = chunk.cache.folded_after(chunk.end)
+        w = end // ratio
+        if end > (first := max(chunk.cache.folded, w * ratio)):
+            groups.append((i, w, first, end))
+    owners, index, first_tokens, ends = np.array(groups, np.int64).reshape(-1, 4).T
+    tokens = first_tokens[:, None] + np.arange(max(ends - first_tokens, default=0))
+    return _Groups(owners, np.where(tokens < ends[:, None], tokens, -1), first_tokens > index * ratio)
 
 
 def _stack_tables(name: str, spec: CacheSpec, chunks: list[Chunk], device: torch.device) -> Tensor:
@@ -217,11 +283,10 @@ def _query_group(
     rows: slice,
     device: torch.device,
 ) -> QueryGroup:
-    assert spec.window is not None
     reach = spec.window - 1
     positions = np.array(starts)[:, None] + np.arange(size)  # [n, b]
     keys = np.array(starts)[:, None] + np.arange(-reach, size)  # [n, W + b - 1]
-    slots = [_slots(spec, chunks[s].cache.tables[spec.name], k) for s, k in zip(sequences, keys, strict=True)]
+    slots = [entry_slots(spec, chunks[s].cache.tables[spec.name], k) for s, k in zip(sequences, keys, strict=True)]
     distance = positions[:, :, None] - keys[:, None, :]
     mask = (distance >= 0) & (distance <= reach) & (keys >= 0)[:, None, :]
     visible = {r: (positions + 1) // r for r in ratios}

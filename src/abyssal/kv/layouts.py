@@ -74,6 +74,9 @@ _LAYOUTS = {
     )
 }
 
+# What one layer of a V3.2-style stack keeps of a token in bf16, for comparison: latent, rotary key, index key (V4 spec 6.2).
+V32_TOKEN_BYTES = (512 + 64 + 128) * torch.bfloat16.itemsize
+
 
 def get(name: str, dim: int | None = None) -> Layout:
     """The layout called `name`, for entries of `dim` values (default: the released models' width).
@@ -92,5 +95,5 @@ def get(name: str, dim: int | None = None) -> Layout:
 
 
 def state_rows(values: int) -> Layout:
-    """Compressor state: one fp32 row of `values` per token (projections and scores)."""
+    """Compressor state: fp32 rows of `values`, one per token (projections and scores) or one of running sums."""
     return _plain("state", values, torch.float32)

@@ -1,13 +1,31 @@
-"""How many pages of each bucket a memory budget buys, and how many tokens they hold."""
+"""What sequences cost in pages and bytes, how many pages of each bucket a memory budget buys, and how many tokens they hold."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from abyssal.errors import ConfigError
 from abyssal.kv.specs import BLOCK_TOKENS, ROLL_BACK, Bucket, CachePlan, CacheSpec
 
 MIB = 1 << 20
+
+Group = Literal["growing", "windows", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class KindCost:
+    """What one cache kind costs for one sequence between two steps, over all layers. Sizes in bytes."""
+
+    spec: CacheSpec
+    payload: int  # entries that later tokens read: all that a copy of the sequence needs
+    pages: int  # whole pages that hold them, those kept for a roll-back included
+
+    @property
+    def group(self) -> Group:
+        if self.spec.lifetime == "context":
+            return "growing"
+        return "state" if self.spec.tail_only else "windows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +43,50 @@ class PoolSizes:
         return None if self.num_blocks is None else self.num_blocks * BLOCK_TOKENS
 
 
+def sequence_cost(plan: CachePlan, tokens: int) -> list[KindCost]:
+    """What a sequence of `tokens` computed tokens costs, by kind."""
+    costs = []
+    for spec in plan.specs.values():
+        entries = {"context": tokens // spec.ratio, "window": min(tokens, spec.window), "record": spec.record_entries}[
+            spec.lifetime
+        ]
+        payload = entries * spec.layout.bytes_per_entry
+        pages = len(spec.blocks(tokens)) * plan.page_bytes[spec.bucket]
+        costs.append(KindCost(spec, payload * len(spec.layers), pages * len(spec.layers)))
+    return costs
+
+
+def token_bytes(plan: CachePlan) -> dict[str, float]:
+    """Payload that every further token adds over all layers, by kind; a fraction, since an entry may stand for many tokens."""
+    lasting = [spec for spec in plan.specs.values() if spec.lifetime == "context"]
+    return {spec.name: len(spec.layers) * spec.layout.bytes_per_entry / spec.ratio for spec in lasting}
+
+
+def block_bytes(plan: CachePlan) -> int:
+    """Bytes of the pages that one block of 256 tokens takes over all layers."""
+    return _size(plan, block_pages(plan))
+
+
+def fitting_sequences(plan: CachePlan, budget: int, tokens: int, step_tokens: int) -> int:
+    """How many sequences of `tokens` tokens fit into `budget` bytes at once, beside a step of `step_tokens`."""
+    each = fixed_bytes(plan) + -(-tokens // BLOCK_TOKENS) * block_bytes(plan)
+    return max(0, (budget - _size(plan, step_pages(plan, step_tokens))) // each)
+
+
+def fixed_bytes(plan: CachePlan) -> int:
+    """Most bytes of pages that the windows and states of one sequence take between steps."""
+    return _size(plan, sequence_pages(plan))
+
+
+def _size(plan: CachePlan, pages: dict[Bucket, int]) -> int:
+    return sum(plan.page_bytes[bucket] * count for bucket, count in pages.items())
+
+
 def block_pages(plan: CachePlan) -> dict[Bucket, int]:
     """Pages that one block of 256 tokens takes over all layers."""
     pages = dict.fromkeys(plan.page_bytes, 0)
     for spec in plan.specs.values():
-        if spec.window is None:
+        if spec.lifetime == "context":
             pages[spec.bucket] += len(spec.layers) * -(-(BLOCK_TOKENS // spec.ratio) // spec.entries_per_page)
     return pages
 
@@ -38,14 +95,14 @@ def sequence_pages(plan: CachePlan) -> dict[Bucket, int]:
     """Most pages that the windows and states of one sequence take between steps."""
     pages = dict.fromkeys(plan.page_bytes, 0)
     for spec in plan.specs.values():
-        if spec.window is not None:
-            pages[spec.bucket] += len(spec.layers) * window_blocks(spec)
+        if spec.lifetime != "context":
+            blocks = len(spec.blocks(1)) if spec.lifetime == "record" else window_blocks(spec)
+            pages[spec.bucket] += len(spec.layers) * blocks
     return pages
 
 
 def window_blocks(spec: CacheSpec) -> int:
     """Most blocks that `window` + ROLL_BACK consecutive tokens and the next one touch, wherever they start."""
-    assert spec.window is not None
     return (spec.window + ROLL_BACK) // spec.entries_per_page + 2
 
 
@@ -56,7 +113,7 @@ def step_pages(plan: CachePlan, step_tokens: int) -> dict[Bucket, int]:
     """
     pages = dict.fromkeys(plan.page_bytes, 0)
     for spec in plan.specs.values():
-        if spec.window is not None:
+        if spec.lifetime == "window":
             tail = spec.window + ROLL_BACK + spec.entries_per_page
             stored = min(step_tokens, tail) if spec.tail_only else step_tokens
             pages[spec.bucket] += len(spec.layers) * -(-stored // spec.entries_per_page)
@@ -73,23 +130,19 @@ def divide_budget(plan: CachePlan, budget: int, max_num_seqs: int, step_tokens: 
     Raises:
         ConfigError: not even one sequence and one block fit.
     """
-
-    def size(pages: dict[Bucket, int]) -> int:
-        return sum(plan.page_bytes[bucket] * count for bucket, count in pages.items())
-
     step, per_sequence, per_block = step_pages(plan, step_tokens), sequence_pages(plan), block_pages(plan)
-    sequences = max(1, min(max_num_seqs, (budget // 2 - size(step)) // size(per_sequence)))
-    left = budget - size(step) - sequences * size(per_sequence)
-    block_bytes = size(per_block)
-    if left < block_bytes:
-        needed = size(step) + size(per_sequence) + block_bytes
+    step_bytes, sequence_bytes, block_size = (_size(plan, pages) for pages in (step, per_sequence, per_block))
+    sequences = max(1, min(max_num_seqs, (budget // 2 - step_bytes) // sequence_bytes))
+    left = budget - step_bytes - sequences * sequence_bytes
+    if left < block_size:
+        needed = step_bytes + sequence_bytes + block_size
         raise ConfigError(
             f"kv_cache_bytes={budget} ({budget / MIB:.1f} MiB) cannot hold one sequence: windows and states take "
-            f"{size(per_sequence) / MIB:.1f} MiB, a step of max_num_batched_tokens={step_tokens} {size(step) / MIB:.1f} MiB, a block of "
-            f"{BLOCK_TOKENS} tokens {block_bytes / MIB:.2f} MiB; give at least {needed} bytes or lower max_num_batched_tokens"
+            f"{sequence_bytes / MIB:.1f} MiB, a step of max_num_batched_tokens={step_tokens} {step_bytes / MIB:.1f} MiB, a block of "
+            f"{BLOCK_TOKENS} tokens {block_size / MIB:.2f} MiB; give at least {needed} bytes or lower max_num_batched_tokens"
         )
     blocks = None
-    if block_bytes:
-        blocks = min(left // block_bytes, max_num_seqs * -(-max_model_len // BLOCK_TOKENS))
+    if block_size:
+        blocks = min(left // block_size, max_num_seqs * -(-max_model_len // BLOCK_TOKENS))
     pages = {b: step[b] + sequences * per_sequence[b] + (blocks or 0) * per_block[b] for b in plan.page_bytes}
-    return PoolSizes(pages, blocks, sequences, size(pages))
+    return PoolSizes(pages, blocks, sequences, _size(plan, pages))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,13 +11,17 @@ from torch import Tensor
 
 from abyssal.errors import ConfigError
 from abyssal.kv import codec
-from abyssal.kv.specs import Bucket, CachePlan, CacheSpec
+from abyssal.kv.prefix import Block, Pages, PrefixIndex, block_keys
+from abyssal.kv.specs import BLOCK_TOKENS, ROLL_BACK, Bucket, CachePlan, CacheSpec
 
 NO_PAGE = 0  # the zero page of every bucket: never handed out, always zero, so that slot -1 reads as zeros
 
 
 class PagePool:
-    """All pages of one size. A page that one kind frees can be taken by any other kind of the bucket."""
+    """All pages of one size. A page that one kind frees can be taken by any other kind of the bucket.
+
+    A page may have several holders: sequences, and the prefix index, which keeps it for later ones. It is free when it has none.
+    """
 
     def __init__(self, page_bytes: int, num_pages: int, device: torch.device) -> None:
         self.page_bytes = page_bytes
@@ -30,21 +35,59 @@ class PagePool:
             ) from error
         self.data[NO_PAGE].zero_()
         self._free = list(range(num_pages, 0, -1))
+        self._holders = np.zeros(num_pages + 1, np.int32)
+        self._kept = np.zeros(num_pages + 1, np.int32)  # of the holders, how many are the prefix index
+        self.num_idle = 0  # pages that nobody but the prefix index holds
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_available(self) -> int:
+        """Pages that can be taken, some of them from the prefix index."""
+        return len(self._free) + self.num_idle
+
     def take(self, count: int) -> np.ndarray:
         """`count` page ids, int32. The caller has checked `num_free`."""
         if count > len(self._free):
             raise RuntimeError(f"page pool has {len(self._free)} free pages, {count} asked")
-        taken = self._free[len(self._free) - count :]
+        taken = np.array(self._free[len(self._free) - count :][::-1], dtype=np.int32)
         del self._free[len(self._free) - count :]
-        return np.array(taken[::-1], dtype=np.int32)
+        self._holders[taken] = 1
+        return taken
 
-    def give_back(self, pages: np.ndarray) -> None:
-        self._free.extend(pages[::-1].tolist())
+    def share(self, pages: np.ndarray) -> int:
+        """One more sequence holds `pages`. Like the following: by how many the pages that sequences hold have changed."""
+        return self._change(pages, holders=1, kept=0)
+
+    def give_back(self, pages: np.ndarray) -> int:
+        """A sequence lets `pages` go."""
+        return self._change(pages, holders=-1, kept=0)
+
+    def keep(self, pages: np.ndarray) -> int:
+        """The prefix index holds `pages` too."""
+        return self._change(pages, holders=1, kept=1)
+
+    def drop(self, pages: np.ndarray) -> int:
+        """The prefix index lets `pages` go."""
+        return self._change(pages, holders=-1, kept=-1)
+
+    def any_idle(self, pages: np.ndarray) -> bool:
+        return bool((self._holders[pages] == self._kept[pages]).any())
+
+    def _change(self, pages: np.ndarray, holders: int, kept: int) -> int:
+        """`pages`: held by somebody, any shape, no page twice."""
+        pages = pages.ravel()
+        idle_before = self._holders[pages] == self._kept[pages]
+        self._holders[pages] += holders
+        self._kept[pages] += kept
+        idle = self._holders[pages] == self._kept[pages]
+        freed = pages[self._holders[pages] == 0]
+        self._free.extend(freed[::-1].tolist())
+        change = int(np.count_nonzero(idle) - np.count_nonzero(idle_before))
+        self.num_idle += change - len(freed)
+        return -change
 
 
 @dataclass(slots=True)
@@ -63,61 +106,263 @@ class PageTable:
 class SequenceCache:
     """Everything that one sequence holds in the pools."""
 
-    tables: dict[str, PageTable] = field(default_factory=dict)
+    tables: dict[str, PageTable]
+    root: bytes  # start of its hash chain; sequences of another root share nothing with it
+    keys: list[bytes] = field(default_factory=list)  # of its complete blocks, as far as computed
+    blocks: list[Block] = field(default_factory=list)  # in the prefix index, from the first on
+    num_tokens: int = 0  # computed and not taken back
+    folded: int = 0  # token up to which rows of its group are in the sums of record kinds; the rows from there on are kept
+    final: int = 0  # tokens that cannot be taken back any more
+
+    def folded_after(self, end: int) -> int:
+        """`folded` after a step that ends at token `end`."""
+        return max(self.folded, end - ROLL_BACK)
 
 
 class KVCache:
     """The pools of a model and the rules by which sequences take and return pages."""
 
-    def __init__(self, plan: CachePlan, num_pages: dict[Bucket, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: CachePlan,
+        num_pages: dict[Bucket, int],
+        device: torch.device,
+        prefix: PrefixIndex | None = None,
+        identity: str = "",
+    ) -> None:
+        """
+        Args:
+            prefix: where complete blocks are kept for later sequences; None: nothing is kept.
+            identity: says what makes the records: model and number format.
+        """
         self.specs = plan.specs
+        self.prefix = prefix
+        self.identity = identity
         self.pools = {b: PagePool(size, num_pages[b], device) for b, size in plan.page_bytes.items()}
         self.views = {name: RecordView(self.pools[s.bucket].data, s) for name, s in plan.specs.items()}
-        self.used_by_kind = dict.fromkeys(plan.specs, 0)
+        self.used_by_kind = dict.fromkeys(plan.specs, 0)  # pages that sequences hold, shared ones once
 
-    def new_sequence(self) -> SequenceCache:
+    def new_sequence(self, salt: str | None = None) -> SequenceCache:
+        """An empty sequence; only sequences of the same `salt` share blocks."""
         empty = {name: PageTable(np.zeros((len(s.layers), 0), np.int32)) for name, s in self.specs.items()}
-        return SequenceCache(empty)
+        return SequenceCache(empty, b"" if self.prefix is None else self.prefix.root(salt))
 
     def allocate(self, seq: SequenceCache, start: int, end: int) -> bool:
-        """Give `seq` pages for computing tokens [start, end): all that are needed, or none and False."""
-        wanted = {name: self._missing_blocks(spec, seq.tables[name], start, end) for name, spec in self.specs.items()}
+        """Give `seq` pages for computing tokens [start, end): all that are needed, or none and False.
+
+        Where memory allows, also those for the state at the block ends inside, at which later sequences may begin.
+        """
+        inner = self._block_ends(start, end)
+        return self._allocate(seq, start, end, inner) or (bool(inner) and self._allocate(seq, start, end, []))
+
+    def _allocate(self, seq: SequenceCache, start: int, end: int, stops: list[int]) -> bool:
+        return self._take({n: self._missing_blocks(s, seq.tables[n], start, end, stops) for n, s in self.specs.items()}, seq)
+
+    def allocate_restored(self, seq: SequenceCache, tokens: int) -> bool:
+        """Give the empty `seq` pages for what a sequence of `tokens` tokens reads next: all, or none and False."""
+        blocks = {n: self._stop_blocks(s, tokens) if s.lifetime == "window" else s.blocks(tokens) for n, s in self.specs.items()}
+        return self._take({name: list(wanted) for name, wanted in blocks.items()}, seq)
+
+    def _take(self, wanted: dict[str, list[int]], seq: SequenceCache) -> bool:
         need = dict.fromkeys(self.pools, 0)
         for name, blocks in wanted.items():
             need[self.specs[name].bucket] += len(blocks) * len(self.specs[name].layers)
-        if any(count > self.pools[bucket].num_free for bucket, count in need.items()):
+        if any(count > self.pools[bucket].num_available for bucket, count in need.items()):
             return False
+        for bucket, count in need.items():
+            if count > self.pools[bucket].num_free:
+                self._make_room(bucket, count)
         for name, blocks in wanted.items():
             self._add_blocks(name, seq.tables[name], blocks)
         return True
+
+    def reuse(self, seq: SequenceCache, token_ids: list[int]) -> int:
+        """Let the empty `seq` hold the longest known prefix of `token_ids`; its length in tokens.
+
+        At least the last token is left to compute: its logits are wanted.
+        """
+        if self.prefix is None:
+            return 0
+        block_keys(seq.keys, seq.root, token_ids)
+        chain = self.prefix.match(seq.keys[: (len(token_ids) - 1) // BLOCK_TOKENS])
+        if not chain:
+            return 0
+        end = len(chain) * BLOCK_TOKENS
+        for block in chain:
+            self.prefix.use(block)
+        seq.blocks = chain
+        last = chain[-1].windows
+        assert last is not None
+        for name, spec in self.specs.items():
+            if spec.lifetime == "record":
+                continue  # nothing of a group is left at its end
+            whole = spec.lifetime == "context"
+            pages = np.concatenate([b.pages[name] for b in chain], axis=1) if whole else last[name].copy()
+            self._each(PagePool.share, {name: pages})
+            seq.tables[name] = PageTable(pages, first_block=0 if whole else self._stop_blocks(spec, end).start)
+        seq.num_tokens = seq.folded = seq.final = end
+        return end
+
+    def commit(self, seq: SequenceCache, token_ids: list[int], end: int, rejected: int = 0) -> None:
+        """Tokens [0, end) of `seq` are computed: keep its complete blocks. To be called before `release_unneeded`.
+
+        The step may have computed `rejected` more, drafts that are taken back as by `roll_back`.
+        """
+        seq.folded, seq.num_tokens = seq.folded_after(end + rejected), end + rejected
+        seq.final = max(seq.final, seq.folded)
+        if rejected:
+            self.roll_back(seq, rejected)
+        if self.prefix is None or end // BLOCK_TOKENS <= len(seq.blocks):
+            return
+        block_keys(seq.keys, seq.root, token_ids)
+        for index in range(len(seq.blocks), end // BLOCK_TOKENS):
+            seq.blocks.append(self._keep_block(seq, index))
+        seq.final = max(seq.final, len(seq.blocks) * BLOCK_TOKENS)
+
+    def roll_back(self, seq: SequenceCache, tokens: int) -> None:
+        """Take back the last `tokens` of `seq`, as if they had never been computed.
+
+        What they wrote stays where it is until the tokens that come instead write there: no query sees it before. Sums of record
+        kinds are ROLL_BACK tokens behind, so they know nothing of tokens that can be taken back.
+
+        Raises:
+            ValueError: a step has gone more than ROLL_BACK tokens beyond that point, or the tokens came from elsewhere, or the
+                prefix index keeps their block.
+        """
+        end = seq.num_tokens - tokens
+        if tokens < 0 or end < seq.final:
+            raise ValueError(f"cannot take back {tokens} of {seq.num_tokens} tokens: {seq.final} are final")
+        seq.num_tokens = end
+        for name, spec in self.specs.items():
+            if spec.lifetime != "record":
+                self._drop_from(name, seq.tables[name], spec.blocks(end).stop)
+
+    def _keep_block(self, seq: SequenceCache, index: int) -> Block:
+        """Put block `index` of `seq` into the prefix index, or let `seq` hold the pages of the equal one that is there."""
+        assert self.prefix is not None
+        key, own = seq.keys[index], self._block_pages(seq, index)
+        windows = self._window_pages(seq, (index + 1) * BLOCK_TOKENS)
+        block = self.prefix.get(key)
+        if block is None:
+            block = Block(key, seq.blocks[-1] if index else None, own)
+            self._each(PagePool.keep, own)
+            self.prefix.add(block)
+        else:
+            for name, pages in own.items():
+                entries = self.specs[name].entries_per_page
+                first = index * BLOCK_TOKENS // self.specs[name].ratio // entries - seq.tables[name].first_block
+                seq.tables[name].pages[:, first : first + pages.shape[1]] = block.pages[name]
+            self._each(PagePool.share, block.pages)
+            self._each(PagePool.give_back, own)
+        if block.windows is None and windows is not None:
+            self._each(PagePool.keep, windows)
+            block.windows = windows
+        self.prefix.use(block)
+        return block
+
+    def _each(self, action: Callable[[PagePool, np.ndarray], int], pages: Pages) -> None:
+        for name, ids in pages.items():
+            self.used_by_kind[name] += action(self.pools[self.specs[name].bucket], ids)
+
+    def _block_pages(self, seq: SequenceCache, index: int) -> Pages:
+        """Pages of the whole-context kinds in block `index`."""
+        pages = {}
+        for name, spec in self.specs.items():
+            if spec.lifetime == "context":
+                per_block = BLOCK_TOKENS // spec.ratio // spec.entries_per_page
+                pages[name] = seq.tables[name].pages[:, index * per_block : (index + 1) * per_block].copy()
+        return pages
+
+    def _window_pages(self, seq: SequenceCache, end: int) -> Pages | None:
+        """Pages of the window kinds that a sequence of `end` tokens reads next; None where `seq` has not all of them."""
+        pages = {}
+        for name, spec in self.specs.items():
+            if spec.lifetime == "window":
+                table, blocks = seq.tables[name], self._stop_blocks(spec, end)
+                first = blocks.start - table.first_block
+                found = table.pages[:, max(first, 0) : blocks.stop - table.first_block]
+                if first < 0 or found.shape[1] < len(blocks) or (found == NO_PAGE).any():
+                    return None
+                pages[name] = found.copy()
+        return pages
+
+    def _make_room(self, bucket: Bucket, count: int) -> None:
+        """Take idle pages from the prefix index until `count` are free; there are enough of them."""
+        assert self.prefix is not None
+        pool = self.pools[bucket]
+        for block in self.prefix.windows_to_spare():
+            if pool.num_free >= count:
+                return
+            self._drop_windows(block, bucket)
+        while pool.num_free < count and (leaf := self.prefix.next_leaf()) is not None:
+            self._drop_windows(leaf)
+            self._each(PagePool.drop, leaf.pages)
+            self.prefix.remove(leaf)
+        for block in self.prefix.windows_left():
+            if pool.num_free >= count:
+                return
+            self._drop_windows(block, bucket)
+
+    def _drop_windows(self, block: Block, bucket: Bucket | None = None) -> None:
+        """Forget the windows of `block`; with `bucket` only where that frees pages of it."""
+        assert self.prefix is not None
+        windows = block.windows
+        if windows is None:
+            return
+        if bucket is not None:
+            inside = (pages for name, pages in windows.items() if self.specs[name].bucket == bucket)
+            if not any(self.pools[bucket].any_idle(pages) for pages in inside):
+                return
+        self._each(PagePool.drop, windows)
+        block.windows = None
+        self.prefix.refile(block)
 
     def missing_pages(self, seq: SequenceCache, tokens: int) -> dict[Bucket, int]:
         """Pages that `seq` would take beyond those it holds to reach `tokens` tokens and be at rest there."""
         missing = dict.fromkeys(self.pools, 0)
         for name, spec in self.specs.items():
-            blocks = (tokens // spec.ratio - 1) // spec.entries_per_page + 1
-            first = spec.first_kept(tokens) // spec.entries_per_page if spec.window is not None else 0
             held = int((seq.tables[name].pages[0] != NO_PAGE).sum())
-            missing[spec.bucket] += max(0, blocks - first - held) * len(spec.layers)
+            missing[spec.bucket] += max(0, len(spec.blocks(tokens)) - held) * len(spec.layers)
         return missing
 
     def release_unneeded(self, seq: SequenceCache, end: int) -> None:
         """Return window pages that no query after `end` tokens reads."""
         for name, spec in self.specs.items():
-            if spec.window is not None:
-                self._drop_before(name, seq.tables[name], spec.first_kept(end) // spec.entries_per_page)
+            if spec.lifetime == "window":
+                self._drop_before(name, seq.tables[name], spec.blocks(end).start)
 
     def free(self, seq: SequenceCache) -> None:
         """Return every page of `seq`; it is then empty."""
+        for block in reversed(seq.blocks):
+            assert self.prefix is not None
+            self.prefix.leave(block)
+        seq.blocks = []
         for name, table in seq.tables.items():
             self._drop_before(name, table, table.end_block)
             table.first_block = 0
+        seq.num_tokens = seq.folded = seq.final = 0
 
-    def _missing_blocks(self, spec: CacheSpec, table: PageTable, start: int, end: int) -> list[int]:
-        first = spec.first_kept(end) if spec.tail_only else start
-        first_block = first // spec.ratio // spec.entries_per_page
+    def _block_ends(self, start: int, end: int) -> list[int]:
+        """Ends of blocks in (start, end), where later sequences may begin."""
+        if self.prefix is None:
+            return []
+        return list(range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, end, BLOCK_TOKENS))
+
+    def _stop_blocks(self, spec: CacheSpec, end: int) -> range:
+        """Page-table blocks of a window kind that a sequence of `end` tokens reads next."""
+        return range(max(0, end - spec.window) // spec.entries_per_page, (end - 1) // spec.entries_per_page + 1)
+
+    def _missing_blocks(self, spec: CacheSpec, table: PageTable, start: int, end: int, stops: list[int]) -> list[int]:
+        first_block = start // spec.ratio // spec.entries_per_page
         last_entry = end // spec.ratio - 1  # an entry is stored when its group of tokens is complete
-        needed = range(first_block, last_entry // spec.entries_per_page + 1)
+        end_block = last_entry // spec.entries_per_page + 1
+        needed: Iterable[int] = range(first_block, end_block)
+        if spec.lifetime == "record":
+            needed = spec.blocks(end)
+        elif spec.tail_only:
+            tails = [range(spec.first_kept(end) // spec.entries_per_page, end_block)]
+            tails += [self._stop_blocks(spec, stop) for stop in stops]
+            needed = sorted({block for tail in tails for block in tail if block >= first_block})
         return [b for b in needed if not _has_block(table, b)]
 
     def _add_blocks(self, name: str, table: PageTable, blocks: list[int]) -> None:
@@ -137,17 +382,34 @@ class KVCache:
         count = min(block - table.first_block, table.pages.shape[1])
         if count <= 0:
             return
-        dropped = table.pages[:, :count].ravel()
-        dropped = dropped[dropped != NO_PAGE]
-        self.pools[self.specs[name].bucket].give_back(dropped)
-        self.used_by_kind[name] -= len(dropped)
+        dropped = table.pages[:, :count]
+        self._each(PagePool.give_back, {name: dropped[dropped != NO_PAGE]})
         table.pages = table.pages[:, count:].copy()
         table.first_block += count
+
+    def _drop_from(self, name: str, table: PageTable, block: int) -> None:
+        count = max(0, block - table.first_block)
+        dropped = table.pages[:, count:]
+        self._each(PagePool.give_back, {name: dropped[dropped != NO_PAGE]})
+        table.pages = table.pages[:, :count].copy()
 
 
 def _has_block(table: PageTable, block: int) -> bool:
     column = block - table.first_block
     return 0 <= column < table.pages.shape[1] and bool(table.pages[0, column] != NO_PAGE)
+
+
+def entry_slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
+    """Slots int32 [layers, n] of entry indices [n]; -1 for negative indices and where nothing is stored."""
+    if spec.lifetime == "record":
+        entries = entries % spec.record_entries
+    blocks = entries // spec.entries_per_page - table.first_block
+    held = (entries >= 0) & (blocks >= 0) & (blocks < table.pages.shape[1])
+    if table.pages.shape[1] == 0:
+        return np.full((len(spec.layers), len(entries)), -1, np.int32)
+    pages = table.pages[:, np.where(held, blocks, 0)]
+    slots = pages * spec.entries_per_page + (entries % spec.entries_per_page).astype(np.int32)
+    return np.where(held & (pages != NO_PAGE), slots, -1).astype(np.int32)
 
 
 class RecordView:
@@ -163,12 +425,27 @@ class RecordView:
         values = pool.view(-1) if layout.grid is not None else pool.view(-1).view(layout.dtype)
         stride = pool.shape[1] // values.element_size()
         self._rows = values.as_strided((len(pool), entries, width), (stride, width, 1))
+        self._data = pool.as_strided((len(pool), entries, layout.data_bytes), (pool.shape[1], layout.data_bytes, 1))
         scale_shape = (len(pool), entries, layout.scale_bytes)
         first_scale = layout.scale_offset(0, entries)
         self._scales = pool.as_strided(scale_shape, (pool.shape[1], layout.scale_bytes, 1), first_scale)
         self._page_rows, remainder = divmod(pool.shape[1], layout.data_bytes)
         # Row indices into one matrix are several times faster than (page, row) pairs, where pages are whole rows.
         self._flat = values.view(-1, width) if remainder == 0 else None
+
+    @property
+    def device(self) -> torch.device:
+        return self._data.device
+
+    def read_bytes(self, slots: Tensor) -> Tensor:
+        """slots int64 [n], none negative -> uint8 [n, bytes_per_entry]: the data row, then the scale row."""
+        where = self._split(slots)
+        return torch.cat([self._data[where], self._scales[where]], dim=1)
+
+    def write_bytes(self, slots: Tensor, records: Tensor) -> None:
+        """The inverse of `read_bytes`."""
+        where = self._split(slots)
+        self._data[where], self._scales[where] = records.tensor_split([self.spec.layout.data_bytes], dim=1)
 
     def read(self, slots: Tensor) -> Tensor:
         """slots int [...] -> fp32 [..., dim]."""

@@ -1,4 +1,4 @@
-"""Attention of one layer: projections, window, compressed entries, grouped output (V4 spec 2.5 to 2.8)."""
+"""Attention of one layer: projections, window, compressed entries, grouped output (V4 spec 2.5 to 2.8, V4.1 spec 3.4)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from abyssal.config import ModelConfig
 from abyssal.kv.batch import Batch, QueryGroup
 from abyssal.kv.pool import KVCache
 from abyssal.model.compressor import Compressor
-from abyssal.model.indexer import Indexer
+from abyssal.model.indexer import Indexer, Selection
 from abyssal.model.weights import Weights
 from abyssal.ops.linear import linear, linear_grouped
 from abyssal.ops.norm import rms_norm
@@ -33,17 +33,19 @@ class Attention:
         if plan.owns_indexer:
             self.indexer = Indexer(weights.below("indexer"), config, layer, dtype)
 
-    def __call__(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
-        """x [T, D], normalised -> [T, D]."""
+    def __call__(self, x: Tensor, batch: Batch, cache: KVCache, selection: Selection) -> Tensor:
+        """x [T, D], normalised -> [T, D]; an index source leaves its choice in `selection`, from where its readers take it."""
         config, plan = self.config, self.plan
         rope, window = batch.rope[plan.rope], cache.views["window"]
         q_latent = rms_norm(linear(x, self.wq_a), self.q_norm, config.rms_eps)  # [T, q_lora]
         q = linear(q_latent, self.wq_b).view(-1, config.num_heads, config.head_dim)  # [T, H, d]
         kv = rms_norm(linear(x, self.wkv), self.kv_norm, config.rms_eps)  # [T, d]
-        q = qkv_insert(q, kv, rope, window, plan.layer, batch.stores["window"], config.rms_eps)
-        if self.compressor is not None:
-            self.compressor(x, batch, cache)
-        chosen = self.indexer(x, q_latent, batch, cache) if self.indexer is not None else [None] * len(batch.groups)
+        head_eps = config.rms_eps if config.query_norm else None
+        q = qkv_insert(q, kv, rope, window, plan.layer, batch.stores["window"], head_eps)
+        latent = self.compressor(x, batch, cache) if self.compressor is not None else None
+        if self.indexer is not None:
+            self.indexer(x, q_latent, latent, batch, cache, selection)
+        chosen = selection.entries if plan.selection == "topk" else [None] * len(batch.groups)
 
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         for group, entries in zip(batch.groups, chosen, strict=True):

@@ -14,7 +14,7 @@ from abyssal.ops.compress import compress
 
 
 class Compressor:
-    """Pools `ratio` tokens into one entry of the cache kind `kind` (V4 spec 2.9). Everything up to the pooling is fp32."""
+    """Pools `ratio` tokens into one entry of the cache kind `kind` (V4 spec 2.9, V4.1 spec 3.6). Up to the pooling all is fp32."""
 
     def __init__(self, weights: Weights, config: ModelConfig, layer: int, kind: str, dtype: torch.dtype) -> None:
         self.ratio = config.layers[layer].ratio
@@ -22,22 +22,30 @@ class Compressor:
         self.kind = kind
         self.rms_eps = config.rms_eps
         self.dtype = dtype
-        wkv, wgate = weights.tensor("wkv.weight"), weights.tensor("wgate.weight")
-        self.w = torch.cat([wkv, wgate])  # [2 c d, D]
-        self.bias = F.pad(weights.tensor("ape"), (len(wkv), 0))  # [ratio, 2 c d], zero for the values
+        wkv = weights.tensor("wkv.weight")
+        self.w = wkv if self.ratio == 1 else torch.cat([wkv, weights.tensor("wgate.weight")])  # [2 c d, D]; ratio 1: [d, D]
+        # [ratio, 2 c d], zero for the values
+        self.bias = F.pad(weights.tensor("ape"), (len(wkv), 0)) if config.family == "v4" else None
         self.norm = weights.tensor("norm.weight")
 
-    def __call__(self, x: Tensor, batch: Batch, cache: KVCache) -> None:
-        """x [T, D], the attention's input: store what this step completes, and the state."""
-        entries, state = cache.views[self.kind], cache.views[f"{self.kind}_state"]
+    def __call__(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+        """x [T, D], the attention's input: store what this step completes, and the state.
+
+        Returns the completed entries [E, d] before rotation: V4.1 makes its index keys from them.
+        """
+        entries, state, sums = (cache.views.get(f"{self.kind}{part}") for part in ("", "_state", "_sums"))
+        assert entries is not None
         facts = batch.compress[self.ratio]
-        rows = F.linear(x.float(), self.w) + self.bias[facts.phases]  # [T, 2 c d]
-        compress(
+        rows = F.linear(x.float(), self.w)  # [T, 2 c d]
+        if self.bias is not None:
+            rows += self.bias[facts.phases]
+        return compress(
             rows,
             self.norm,
             facts,
-            batch.stores[state.spec.name],
+            batch.stores[state.spec.name] if state is not None else None,
             state,
+            sums,
             entries,
             entries.spec.row(self.layer),
             overlap=self.ratio == 4,

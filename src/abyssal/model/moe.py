@@ -18,6 +18,8 @@ class MoE:
         self.gate = weights.tensor("gate.weight")
         self.tid2eid = weights.tensor("gate.tid2eid") if hashed else None
         self.bias = None if hashed else weights.tensor("gate.bias")
+        if config.family == "v41":
+            self.bias_vl = weights.tensor("gate.bias_vl")  # chooses the experts of image positions, of which there are none yet
         self.w13, self.w2 = weights.linear("experts.w13"), weights.linear("experts.w2")
         shared = weights.below("shared_experts")
         self.shared_w1, self.shared_w2, self.shared_w3 = (shared.linear(name) for name in ("w1", "w2", "w3"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from abyssal.checkpoint.rows import RowTable
 from abyssal.errors import CheckpointError
 from abyssal.ops.hyper_connection import MixWeights
 from abyssal.ops.linear import LinearWeight
@@ -12,7 +13,7 @@ from abyssal.ops.linear import LinearWeight
 class Weights:
     """A view of the loaded weights below a name prefix. Each weight is taken once."""
 
-    def __init__(self, tensors: dict[str, Tensor | LinearWeight], prefix: str = "") -> None:
+    def __init__(self, tensors: dict[str, Tensor | LinearWeight | RowTable], prefix: str = "") -> None:
         self._tensors = tensors
         self._prefix = prefix
 
@@ -21,12 +22,17 @@ class Weights:
 
     def tensor(self, name: str) -> Tensor:
         value = self._tensors.pop(self._prefix + name)
-        assert isinstance(value, Tensor), f"{self._prefix}{name} is a linear weight"
+        assert isinstance(value, Tensor), f"{self._prefix}{name} is no plain tensor"
         return value
 
     def linear(self, name: str) -> LinearWeight:
         value = self._tensors.pop(self._prefix + name)
-        assert isinstance(value, LinearWeight), f"{self._prefix}{name} is a plain tensor"
+        assert isinstance(value, LinearWeight), f"{self._prefix}{name} is no linear weight"
+        return value
+
+    def rows(self, name: str) -> RowTable:
+        value = self._tensors.pop(self._prefix + name)
+        assert isinstance(value, RowTable), f"{self._prefix}{name} is no table of rows"
         return value
 
     def mix(self, name: str, streams: int) -> MixWeights:

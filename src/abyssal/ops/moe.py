@@ -8,6 +8,8 @@ from torch import Tensor
 
 from abyssal.ops.linear import LinearWeight, linear
 
+SUM_FLOOR = 1e-20  # scores may all underflow to 0
+
 
 def route(
     x: Tensor, gate: Tensor, bias: Tensor | None, expert_ids: Tensor | None, k: int, scale: float, temperature: float
@@ -20,7 +22,7 @@ def route(
         expert_ids: int [T, k], given by the token in hash layers; None: the k largest of score + bias, ties to the lowest.
 
     Returns:
-        experts int64 [T, k] and weights fp32 [T, k] = score / sum of the chosen scores * scale.
+        experts int64 [T, k] and weights fp32 [T, k] = score / (sum of the chosen scores + 1e-20) * scale.
     """
     scores = F.softplus(F.linear(x.float(), gate) / temperature).sqrt()  # [T, E]
     if expert_ids is None:
@@ -28,7 +30,7 @@ def route(
         biased = scores + bias
         expert_ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     chosen = scores.gather(1, expert_ids.long())
-    return expert_ids.long(), chosen / chosen.sum(-1, keepdim=True) * scale
+    return expert_ids.long(), chosen / (chosen.sum(-1, keepdim=True) + SUM_FLOOR) * scale
 
 
 def swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype) -> Tensor:

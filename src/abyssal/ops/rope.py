@@ -13,9 +13,11 @@ from abyssal.config import RopeConfig
 
 @lru_cache(maxsize=16)
 def rope_frequencies(rope: RopeConfig) -> Tensor:
-    """fp32 [dim / 2]: base^(-2i/dim), with YaRN blended towards a factor-times slower rotation."""
-    index = torch.arange(0, rope.dim, 2, dtype=torch.float64)
-    freqs = rope.base ** (-index / rope.dim)
+    """fp32 [dim / 2]: base^(-2i/dim), with YaRN blended towards a factor-times slower rotation.
+
+    Every step is fp32, as in the reference: at position p an ulp of a frequency is p ulps of the angle.
+    """
+    freqs = 1.0 / rope.base ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
     if rope.yarn is not None:
         yarn = rope.yarn
 
@@ -26,9 +28,9 @@ def rope_frequencies(rope: RopeConfig) -> Tensor:
         low = max(math.floor(corrected_dim(yarn.beta_fast)), 0)
         high = min(math.ceil(corrected_dim(yarn.beta_slow)), rope.dim - 1)
         span = high - low if high != low else 0.001
-        ramp = ((torch.arange(rope.dim // 2, dtype=torch.float64) - low) / span).clamp(0, 1)
+        ramp = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
         freqs = freqs / yarn.factor * ramp + freqs * (1 - ramp)
-    return freqs.float()
+    return freqs
 
 
 def rope_table(positions: Tensor, rope: RopeConfig) -> Tensor:

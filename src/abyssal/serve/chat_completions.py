@@ -34,7 +34,7 @@ async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody)
         server.require_model(body.model)
         params = _params(server, body)
-        job = await start_chat(server, conversation_of(server, body), params)
+        job = await start_chat(server, conversation_of(server, body), params, cache_salt=body.cache_salt)
         return await answer(job, ChatForm(job, body.include_usage), request, bool(body.stream), record, stack)
 
 

@@ -19,9 +19,15 @@ class ChatJob(Job[ChatDelta]):
     """n answers to one conversation."""
 
     def __init__(
-        self, server: Server, conversation: Conversation, ids: list[int], params: SamplingParams, grammar: Grammar | None
+        self,
+        server: Server,
+        conversation: Conversation,
+        ids: list[int],
+        params: SamplingParams,
+        cache_salt: str | None,
+        grammar: Grammar | None,
     ) -> None:
-        super().__init__(server, [ids], params, grammar)
+        super().__init__(server, [ids], params, cache_salt, grammar)
         self.conversation = conversation
         self.tokenizer = server.require_tokenizer("messages")
         self._processors = [ChatProcessor(self.tokenizer, params, ids, conversation) for _ in self.requests]
@@ -35,7 +41,9 @@ class ChatJob(Job[ChatDelta]):
         return delta
 
 
-async def start_chat(server: Server, conversation: Conversation, params: SamplingParams, where: str = "messages") -> ChatJob:
+async def start_chat(
+    server: Server, conversation: Conversation, params: SamplingParams, where: str = "messages", cache_salt: str | None = None
+) -> ChatJob:
     """The job of a conversation, checked as far as that is possible before the engine has it.
 
     Args:
@@ -46,7 +54,7 @@ async def start_chat(server: Server, conversation: Conversation, params: Samplin
     """
     ids = await encode(server, conversation)
     try:
-        job = ChatJob(server, conversation, ids, params, await _grammar(server, conversation, ids))
+        job = ChatJob(server, conversation, ids, params, cache_salt, await _grammar(server, conversation, ids))
     except RequestError as error:
         error.param = where if error.param in ("prompt", "messages") else error.param
         raise

@@ -41,7 +41,7 @@ class Prompt:
 
 class CompletionJob(Job[OutputDelta]):
     def __init__(self, server: Server, body: CompletionBody, prompts: list[Prompt], params: SamplingParams) -> None:
-        super().__init__(server, [prompt.ids for prompt in prompts], params)
+        super().__init__(server, [prompt.ids for prompt in prompts], params, body.cache_salt)
         self._echoes = [_echo(server.tokenizer, prompt, params) for prompt in prompts] if body.echo else None
         self._processors = [OutputProcessor(server.tokenizer, params, request.prompt_ids) for request in self.requests]
         self.outputs = [CompletionOutput(i) for i in range(len(self.requests))]

@@ -31,17 +31,25 @@ class Job(ABC, Generic[D]):
     """The outputs of one HTTP request: n per prompt, each a request to the engine.
 
     Args:
+        cache_salt: prompts share a cached prefix with those of the same salt only.
         grammar: what every output must follow.
 
     Raises:
         RequestError: one of them can never be served; nothing has been started then.
     """
 
-    def __init__(self, server: Server, prompts: list[list[int]], params: SamplingParams, grammar: Grammar | None = None) -> None:
+    def __init__(
+        self,
+        server: Server,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        cache_salt: str | None = None,
+        grammar: Grammar | None = None,
+    ) -> None:
         self.server, self.n = server, params.n
         self.key, self.created = uuid.uuid4().hex, int(time.time())
         each = [(ids, params.for_output(i)) for ids in prompts for i in range(params.n)]
-        self.requests = [EngineRequest(f"{self.key}-{i}", ids, own, grammar) for i, (ids, own) in enumerate(each)]
+        self.requests = [EngineRequest(f"{self.key}-{i}", ids, own, cache_salt, grammar) for i, (ids, own) in enumerate(each)]
         for request in self.requests[:: self.n]:  # the outputs of one prompt differ in their seeds only
             check_request(request, server.client.info.limits)
         self.prompt_tokens = sum(map(len, prompts))

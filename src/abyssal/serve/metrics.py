@@ -123,7 +123,10 @@ class _EngineCollector(Collector):
         yield _labelled("abyssal_cache_pages_total", "Cache pages that exist", "bucket", stats.pages_total)
         yield _labelled("abyssal_cache_pages_free", "Cache pages not in use", "bucket", stats.pages_free)
         yield _labelled("abyssal_cache_page_bytes", "Size of one cache page", "bucket", stats.page_bytes)
+        sizes = {bucket: count * stats.page_bytes[bucket] for bucket, count in stats.pages_total.items()}
+        yield _labelled("abyssal_cache_bytes_total", "Bytes of all cache pages", "bucket", sizes)
         yield _labelled("abyssal_cache_pages_used", "Cache pages in use", "kind", stats.pages_by_kind)
+        yield _labelled("abyssal_cache_bytes_used", "Bytes of cache pages in use", "kind", stats.bytes_by_kind)
 
 
 def _labelled(name: str, text: str, label: str, values: dict[str, int]) -> Metric:

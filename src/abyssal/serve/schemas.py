@@ -31,7 +31,6 @@ _GENERATION_UNSUPPORTED: Neutral = {
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "priority": (0,),
-    "cache_salt": (),
     "logits_processors": ([],),
     "return_token_ids": (False,),
 }
@@ -89,6 +88,7 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # for the client's own bookkeeping
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
     @property
     def include_usage(self) -> bool:

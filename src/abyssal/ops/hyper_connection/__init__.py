@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from abyssal.ops.norm import rms_norm
+
 
 @dataclass(frozen=True, slots=True)
 class MixWeights:
@@ -75,3 +77,55 @@ def expand(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """new[k] = post[k] out + sum_j comb[j, k] streams[j]: streams [T, S, D], out [T, D] -> [T, S, D] (V4 spec 2.3)."""
     own = post.unsqueeze(-1) * out.float().unsqueeze(1)
     return torch.baddbmm(own, comb.transpose(1, 2), streams.float()).to(streams.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What one mixing site hands to its sublayer (`x`) and to the next site."""
+
+    streams: Tensor  # [T, S, D], the site's own streams
+    x: Tensor  # [T, D], collapsed and normalised
+    pre: Tensor | None  # fp32 [T, S]; None without weights
+    post: Tensor | None  # fp32 [T, S]; None without weights and for the final collapse
+    comb: Tensor | None  # fp32 [T, S, S]; as post
+    mean: Tensor | None  # [T, D], mean over the streams where asked for
+
+
+def site(
+    source: Tensor,
+    norm_weight: Tensor,
+    weights: MixWeights | None,
+    *,
+    out: Tensor | None = None,
+    post: Tensor | None = None,
+    comb: Tensor | None = None,
+    pre: Tensor | None = None,
+    with_mean: bool = False,
+    rms_eps: float,
+    eps: float,
+    iterations: int,
+    num_streams: int = 4,
+) -> Site:
+    """Expand of the site before, then coefficients, collapse and norm of this one (V4 spec 2.2 to 2.4, V4.1 spec 3.1 and 3.2).
+
+    `source` is streams [T, S, D], or embeddings [T, D] of which every stream is a copy. With the sublayer output `out` [T, D] and the
+    `post`, `comb` of the site before, the streams are expanded first. `pre` fp32 [T, S] given: the streams are collapsed with it
+    (V4.1: that of the site before); None: with the site's own (V4). `weights` None: no coefficients (V4.1's last collapse).
+    """
+    if out is not None:
+        assert post is not None and comb is not None, "expanding `out` needs the post and comb of the site before"
+        streams = expand(source, out, post, comb)
+    else:
+        streams = source if source.dim() == 3 else source.unsqueeze(1).repeat(1, num_streams, 1)
+    own = new_post = new_comb = None
+    if weights is not None:
+        raw = mix(streams, weights, rms_eps)
+        if raw.shape[1] == num_streams:
+            own = raw.sigmoid() + eps
+        else:
+            own, new_post, new_comb = coefficients(raw, num_streams, iterations, eps)
+    gates = own if pre is None else pre
+    assert gates is not None, "without weights the site collapses with a given `pre`"
+    x = rms_norm(collapse(streams, gates), norm_weight, rms_eps)
+    mean = streams.float().mean(1).to(streams.dtype) if with_mean else None
+    return Site(streams, x, own, new_post, new_comb, mean)

@@ -1,0 +1,132 @@
+"""The compressor after its projections: one launch against the reference's chain of launches.
+
+`python -m bench.ops.bench_compress [--json FILE]`, from the root of the repository, on a GPU. Up to 64 tokens: as many sequences, each of
+which completes an entry with its one token; more: one sequence's chunk.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+import abyssal.ops.compress.triton as kernels
+from abyssal.kv import layouts
+from abyssal.kv.batch import StoreFacts
+from abyssal.ops.compress import compress as reference
+from bench.ops import write_path as wp
+
+ENTRIES, STATE_ENTRIES = 64, 4
+CASES = (("v4 main", 4, "v4"), ("v4 keys", 4, "index_fp8"), ("v4.1 main", 2, "v41_fp4"))
+
+
+def facts(tokens: int, ratio: int) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """Sources [E, slots], carried rows, and the tokens whose state is kept."""
+    slots = 8 if ratio == 4 else ratio
+    if tokens <= 64:  # decoding: all but the last row of an entry are carried
+        old = torch.arange(tokens * (slots - 1), device=wp.DEVICE).view(tokens, slots - 1)
+        new = tokens * (slots - 1) + torch.arange(tokens, device=wp.DEVICE).unsqueeze(1)
+        return torch.cat([old, new], 1), tokens * (slots - 1), torch.arange(tokens, device=wp.DEVICE)
+    first = torch.arange(0, tokens, ratio, device=wp.DEVICE).unsqueeze(1)
+    sources = first + torch.arange(ratio - slots, ratio, device=wp.DEVICE)
+    kept = torch.arange(tokens - 16, tokens, device=wp.DEVICE)
+    return torch.where(sources < 0, tokens, sources), 0, kept
+
+
+def main() -> None:
+    args = wp.arguments(__doc__ or "")
+    table = wp.Table("compress")
+    for name, ratio, layout_name in CASES:
+        layout = layouts.get(layout_name)
+        dim, overlap, keys = layout.dim, ratio == 4, layout.dim == 128
+        width = (4 if overlap else 2) * dim
+        state = layouts.state_rows(width)
+        for tokens in args.tokens:
+            sources, num_carried, kept = facts(tokens, ratio)
+            count, slots = sources.shape
+            # With overlap an entry reads half of each row.
+            moved = count * slots * 2 * dim * 4 + count * (layout.bytes_per_entry + 64 * 4 + slots * 8) + len(kept) * width * 4 * 2
+            inputs = []
+            for _ in range(wp.copies(tokens, moved)):
+                rows = torch.randn(tokens, width, device=wp.DEVICE)
+                data, entry_slots = wp.pool(layout, count, ENTRIES)
+                states, state_slots = wp.pool(state, num_carried + len(kept), STATE_ENTRIES)
+                states.view(torch.float32).normal_()
+                norm = torch.rand(dim, device=wp.DEVICE) + 0.5
+                inputs.append(
+                    (rows, norm, data, entry_slots, states, state_slots[:num_carried].int(), state_slots[num_carried:], wp.table(count))
+                )
+            base = kernels.compress_config(dim, slots)
+            for num_warps in sorted({1, base.num_warps, 2 * base.num_warps, 4 * base.num_warps}):
+                config = kernels.CompressConfig(base.rows, num_warps)
+
+                def fused(
+                    rows, norm, data, entry_slots, states, carried, state_slots, rope,
+                    config=config, sources=sources, kept=kept, layout=layout, state=state, overlap=overlap, keys=keys,
+                ):  # fmt: skip
+                    kernels.compress(
+                        rows, norm, sources, carried, kernels.Pages(states, state, STATE_ENTRIES), kept, state_slots,
+                        kernels.Pages(data, layout, ENTRIES), entry_slots, rope, overlap=overlap, rotate_keys=keys, eps=1e-6,
+                        dtype=torch.bfloat16, config=config,
+                    )  # fmt: skip
+
+                table.time(name, tokens, f"warps {num_warps}", fused, inputs, moved)
+
+            def chain(
+                rows, norm, data, entry_slots, states, carried, state_slots, rope,
+                sources=sources, kept=kept, layout=layout, state=state, overlap=overlap, keys=keys,
+            ):  # fmt: skip
+                step = SimpleNamespace(
+                    num_entries=len(sources), num_groups=len(sources), sources=sources, carried={"bench": carried.unsqueeze(0)},
+                    entry_slots={"bench": entry_slots.unsqueeze(0)}, rope=rope,
+                )  # fmt: skip
+                views = wp.view(states, state, STATE_ENTRIES), wp.view(data, layout, ENTRIES)
+                for view in views:
+                    view.spec.spec = view.spec
+                reference(
+                    rows, norm, step, StoreFacts(kept, state_slots.unsqueeze(0)), *views, 0, overlap=overlap, rotate_keys=keys,
+                    eps=1e-6, dtype=torch.bfloat16,
+                )  # fmt: skip
+
+            table.time(name, tokens, "eager", chain, inputs, moved)
+            if not args.no_compile and name == "v4 main":
+                table.time(name, tokens, "compile", wp.compiled(chain), inputs, moved)
+            del inputs
+    for tokens in args.tokens:
+        time_ratio_128(table, tokens)
+    table.print()
+    table.save(args.json)
+
+
+def time_ratio_128(table: wp.Table, tokens: int) -> None:
+    """Decoding: every sequence folds one row into its sums (no entry completes). A chunk: an entry per 128 tokens, from its own rows."""
+    layout, ring, record = layouts.get("v4"), layouts.state_rows(1024), layouts.state_rows(1536)
+    rows, norm = torch.randn(tokens, 1024, device=wp.DEVICE), torch.rand(512, device=wp.DEVICE) + 0.5
+    sequences, count = (tokens, 0) if tokens <= 64 else (1, tokens // 128)
+    rings, records = wp.pool(ring, 8 * sequences, 8)[0], wp.pool(record, sequences, 1)[0]
+    data, entry_slots = wp.pool(layout, count, 2)
+    pages = torch.arange(1, sequences + 1, device=wp.DEVICE)
+    if count:
+        sources, carried = torch.arange(count * 128, device=wp.DEVICE).view(count, 128), pages[:0]
+        sums = kernels.Sums(kernels.Pages(records, record, 1), torch.full((count,), -1, device=wp.DEVICE), pages[:0])
+        kept, ring_slots = torch.arange(tokens - 8, tokens, device=wp.DEVICE), 8 + torch.arange(8, device=wp.DEVICE)
+        moved = tokens * 4096 + count * layout.bytes_per_entry
+    else:
+        sources, carried = torch.arange(sequences, device=wp.DEVICE).view(-1, 1), pages * 8
+        sums = kernels.Sums(kernels.Pages(records, record, 1), pages, pages)
+        kept, ring_slots = torch.arange(sequences, device=wp.DEVICE), pages * 8
+        moved = sequences * (4096 + 2 * 6144 + 2 * 4096)
+    for rows_at_once, num_warps in ((8, 4), (16, 8), (16, 4), (8, 8), (32, 16)) if count else ((1, 4), (1, 8)):
+        config = kernels.CompressConfig(rows_at_once, num_warps)
+        table.time(
+            "v4 ratio 128", tokens, f"rows {rows_at_once} warps {num_warps}, 2 launches",
+            lambda config: kernels.compress(
+                rows, norm, sources, carried, kernels.Pages(rings, ring, 8), kept, ring_slots, kernels.Pages(data, layout, 2),
+                entry_slots, wp.table(count), overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, sums=sums, config=config,
+            ),
+            [(config,)], moved,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Times of one hyper-connection site (expand, coefficients, Sinkhorn, collapse, norm), against the roof and the reference's steps.
+
+Cold: inputs and weights rotate through more than twice the L2; warm: one set of them. Every launch shape listed in `VARIANTS` is
+timed; `*` marks the one that `launch_config` chooses. Compiles in parallel processes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from timing import COPY_BANDWIDTH, median_us
+
+from abyssal.ops import hyper_connection as hc
+from abyssal.ops.hyper_connection import triton as kernel
+
+HIDDEN = (5120, 7168, 4096)
+TOKENS = (1, 8, 64, 512, 4096)
+# tokens -> block_tokens, block_hidden, steps, warps, one launch
+VARIANTS: dict[int, list[tuple[int, int, int, int, bool]]] = {
+    1: [(1, 32, 1, 4, True), (1, 64, 1, 4, True), (1, 32, 1, 2, True), (1, 64, 1, 8, True), (1, 64, 1, 4, False)],
+    8: [(8, 64, 1, 4, True), (8, 128, 1, 4, True), (4, 64, 1, 4, True), (2, 128, 1, 4, True), (8, 64, 1, 8, True)],
+    64: [
+        (16, 128, 1, 4, True), (16, 128, 1, 8, True), (16, 64, 2, 4, True), (8, 256, 1, 8, True),
+        (32, 64, 1, 4, True), (32, 128, 1, 8, True), (16, 128, 1, 4, False),
+    ],
+    512: [
+        (64, 64, 4, 8, True), (32, 128, 4, 8, True), (32, 128, 2, 8, True), (64, 64, 8, 8, True), (32, 64, 4, 4, True),
+        (64, 128, 2, 8, True), (64, 64, 4, 8, False),
+    ],
+    4096: [(64, 64, 4, 8, True), (32, 128, 4, 8, True), (64, 64, 8, 8, True), (32, 64, 8, 4, True), (64, 64, 8, 8, False)],
+}  # fmt: skip
+PARAMETERS = {"rms_eps": 1e-6, "eps": 1e-6, "iterations": 20}
+
+
+def config_of(tokens: int, hidden: int, variant: tuple[int, int, int, int, bool], num_sms: int) -> kernel.LaunchConfig | None:
+    block_tokens, block_hidden, steps, num_warps, one_launch = variant
+    if hidden % (block_hidden * steps):
+        return None
+    splits = hidden // (block_hidden * steps)
+    ticket = -(-tokens // block_tokens) * splits > num_sms * (2 if num_warps <= 4 else 1)
+    return kernel.LaunchConfig(block_tokens, block_hidden, splits, steps, num_warps, 2, one_launch, ticket)
+
+
+def make_inputs(tokens: int, hidden: int, own: bool, cold: bool) -> tuple[list[dict[str, Any]], list[hc.MixWeights]]:
+    bytes_per_set = tokens * hidden * 2 * 10 + 24 * 4 * hidden * 4
+    sets = max(1, math.ceil(140e6 / bytes_per_set)) if cold else 1
+    arguments, weights = [], []
+    norm_weight = torch.rand(hidden, device="cuda") + 0.5
+    for _ in range(sets):
+        one = {
+            "source": torch.randn(tokens, 4, hidden, device="cuda").bfloat16(),
+            "out": torch.randn(tokens, hidden, device="cuda").bfloat16(),
+            "post": torch.rand(tokens, 4, device="cuda") * 2,
+            "comb": torch.rand(tokens, 4, 4, device="cuda") / 4,
+            "norm_weight": norm_weight,
+        }
+        if not own:
+            one["pre"] = torch.rand(tokens, 4, device="cuda")
+        arguments.append(one | PARAMETERS)
+        fn = torch.randn(24, 4 * hidden, device="cuda") / math.sqrt(4 * hidden)
+        weights.append(hc.MixWeights(fn, torch.randn(24, device="cuda"), torch.ones(24, device="cuda")))
+    return arguments, weights
+
+
+def roof_us(tokens: int, hidden: int) -> float:
+    """Every value once: streams and output read, streams and x written, weights and small things read."""
+    small = tokens * 4 * (4 + 16) * 2 + hidden * 4
+    return (tokens * hidden * 2 * 10 + 24 * 4 * hidden * 4 + small) / COPY_BANDWIDTH * 1e6
+
+
+def cases(hidden_sizes: list[int], tokens: list[int], num_sms: int) -> list[tuple[int, int, bool, kernel.LaunchConfig]]:
+    found = []
+    for hidden in hidden_sizes:
+        for count in tokens:
+            chosen = kernel.launch_config(count, hidden, num_sms)
+            configs = [chosen] + [c for v in VARIANTS[count] if (c := config_of(count, hidden, v, num_sms)) not in (None, chosen)]
+            if hidden != HIDDEN[0]:
+                configs = configs[:4]
+            for own in (True, False):
+                found += [(hidden, count, own, c) for c in (configs if own or hidden == HIDDEN[0] else configs[:2])]
+    return found
+
+
+def time_kernel(hidden: int, tokens: int, own: bool, config: kernel.LaunchConfig, cold: bool) -> float:
+    arguments, weights = make_inputs(tokens, hidden, own, cold)
+    state = kernel.HandoverState.of_size(config.partial_rows(tokens), tokens, "cuda")
+    prepared = [kernel.KernelWeights.prepare(w) for w in weights]
+    inputs = list(zip(arguments, prepared, strict=True))
+    return median_us(
+        lambda a, w: kernel.site(weights=w, state=state, config=config, **a), inputs, calls=20 if tokens < 2048 else 5
+    )
+
+
+def time_reference(hidden: int, tokens: int, own: bool, compiled: bool) -> float:
+    arguments, weights = make_inputs(tokens, hidden, own, cold=False)
+    site = torch.compile(hc.site, dynamic=False) if compiled else hc.site
+    return median_us(lambda a, w: site(weights=w, **a), list(zip(arguments, weights, strict=True)), calls=5)
+
+
+def compile_share(hidden_sizes: list[int], tokens: list[int], share: int, shares: int) -> None:
+    """Compile some of the kernels into Triton's cache; an error shows again, by name, when the variant is timed."""
+    num_sms = kernel.sm_count(torch.device("cuda", 0))
+    for hidden, _, own, config in cases(hidden_sizes, tokens, num_sms)[share::shares]:
+        arguments, weights = make_inputs(1, hidden, own, cold=False)  # the token count is no compile-time constant
+        state = kernel.HandoverState.of_size(config.partial_rows(1), 1, "cuda")
+        try:
+            kernel.site(weights=kernel.KernelWeights.prepare(weights[0]), state=state, config=config, **arguments[0])
+        except Exception as error:  # noqa: BLE001
+            print(f"{config}: {type(error).__name__}", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden", type=int, nargs="+", default=list(HIDDEN))
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--processes", type=int, default=12, help="processes that compile")
+    parser.add_argument("--no-reference", action="store_true", help="leave the reference and torch.compile out")
+    parser.add_argument("--json", help="file for all figures")
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.share is not None:
+        compile_share(args.hidden, args.tokens, args.share, args.processes)
+        return
+    begin = time.monotonic()
+    command = [sys.executable, __file__, "--hidden", *map(str, args.hidden), "--tokens", *map(str, args.tokens)]
+    command += ["--processes", str(args.processes)]
+    workers = [subprocess.Popen([*command, "--share", str(i)]) for i in range(args.processes)]
+    for worker in workers:
+        worker.wait()
+    print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
+
+    num_sms, rows = kernel.sm_count(torch.device("cuda", 0)), []
+    for hidden, tokens, own, config in cases(args.hidden, args.tokens, num_sms):
+        row: dict[str, Any] = {"hidden": hidden, "tokens": tokens, "order": "v4" if own else "v41"}
+        row |= {"roof": roof_us(tokens, hidden), "chosen": config == kernel.launch_config(tokens, hidden, num_sms)} | asdict(
+            config
+        )
+        try:
+            row["cold"], row["warm"] = (time_kernel(hidden, tokens, own, config, cold) for cold in (True, False))
+        except Exception as error:  # noqa: BLE001
+            row["error"] = f"{type(error).__name__}: {str(error).splitlines()[-1][:60]}"
+        rows.append(row)
+    references = []
+    for hidden, tokens in [] if args.no_reference else [(args.hidden[0], t) for t in args.tokens]:
+        for own in (True, False):
+            reference: dict[str, Any] = {"hidden": hidden, "tokens": tokens, "order": "v4" if own else "v41"}
+            for name, compiled in (("eager", False), ("compiled", True)):
+                try:
+                    reference[name] = time_reference(hidden, tokens, own, compiled)
+                except Exception as error:  # noqa: BLE001
+                    reference[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:40]}"
+            references.append(reference)
+            if time.monotonic() - begin > 240:
+                break
+
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; us, median of graph replays; roof at 4.23 TB/s")
+    print("hidden tokens order  block splits steps warps 1-launch ticket |   cold   warm   roof share")
+    for row in rows:
+        start = f"{row['hidden']:>6} {row['tokens']:>6} {row['order']:>5} {row['block_tokens']:>3}x{row['block_hidden']:<3} {row['splits']:>5}"
+        start += f" {row['steps']:>5} {row['num_warps']:>5} {row['one_launch']!s:>8} {row['ticket']!s:>6} {'*' if row['chosen'] else ' '}"
+        times = (
+            f"{row['cold']:>7.2f}{row['warm']:>7.2f}{row['roof']:>7.2f}{row['roof'] / row['cold']:>6.0%}"
+            if "cold" in row
+            else row["error"]
+        )
+        print(f"{start}{times}")
+    for reference in references:
+        values = "  ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in reference.items())
+        print(f"reference, warm: {values}")
+    print(f"{time.monotonic() - begin:.0f} s in all")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"device": torch.cuda.get_device_name(), "rows": rows, "references": references}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Index scores of one decode step: microseconds, share of the copy bandwidth, worst error.
+
+`python bench/ops/bench_index_score.py [--json FILE]`. Where sgl-deep-gemm is installed, its paged kernel runs beside on the same bytes.
+Warm: one set of keys again and again; cold: sets that together exceed the L2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from index_inputs import PAGE, Paged, random_paged
+from timing import COPY_BANDWIDTH, median_us
+from triton.errors import TritonError
+
+from abyssal.kv import codec, layouts
+from abyssal.ops.index_score import gluon, triton
+from abyssal.ops.index_score._paged import GROUP
+
+FAILURES = (TritonError, RuntimeError, ValueError, TypeError, AssertionError, ImportError)
+ROWS = [(1, 262144, 64), (4, 262144, 64), (32, 32768, 64), (128, 8192, 64), (1, 1048576, 32), (32, 32768, 32)]
+TUNED = ROWS[:2]  # rows on which every launch config runs
+COLD_BYTES = 180e6
+
+
+def kernels(layout: str, row: tuple[int, int, int]) -> dict[str, Callable[..., torch.Tensor]]:
+    n, entries, _ = row
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    options = {"layout": layouts.get(layout), "entries_per_page": PAGE, "num_entries": entries}
+    maxima = {"maxima": torch.empty(n, 1, entries // GROUP, device="cuda")}
+    chosen = {
+        "gluon": functools.partial(gluon.index_score, **options, **maxima),
+        "gluon, no maxima": functools.partial(gluon.index_score, **options),
+        "triton": functools.partial(triton.index_score, **options, **maxima),
+    }
+    if row in TUNED:
+        for copies in (2, 3, 4):
+            config = gluon.ScoreConfig(programs=copies * count, queries=1)
+            chosen[f"gluon x {copies}"] = functools.partial(gluon.index_score, **options, **maxima, config=config)
+        for stages in (6, 10):
+            for copies in (2, 3, 4):
+                config = triton.ScoreConfig(programs=copies * count, queries=1, warps=4, stages=stages)
+                chosen[f"triton x {copies}, {stages}"] = functools.partial(triton.index_score, **options, **maxima, config=config)
+    return chosen
+
+
+def worst_error(scores: torch.Tensor, paged: Paged, layout: str, keys: int = 4096) -> float:
+    """Largest error of the first scores of sequence 0, relative to the sum of absolute terms, against fp64."""
+    pages = paged.pool[paged.table[0, : keys // PAGE].long()]
+    decoded = codec.unpack_pages(layouts.get(layout), pages, PAGE).view(keys, 128).double()
+    terms = (decoded @ paged.q[0, 0].double().T).relu() * paged.weights[0, 0].double()
+    return float(((scores[:keys].double() - terms.sum(1)).abs() / terms.abs().sum(1)).max())
+
+
+def deep_gemm_call(n: int, entries: int) -> Callable[..., torch.Tensor]:
+    import deep_gemm
+
+    lengths = torch.full((n, 1), entries, dtype=torch.int32, device="cuda")
+    plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, PAGE, deep_gemm.get_num_sms())
+
+    def call(q, weights, pool, table, visible):
+        keys = pool.view(-1, PAGE, 1, 132)
+        return deep_gemm.fp8_paged_mqa_logits(q, keys, weights.flatten(0, 1), lengths, table, plan, entries)
+
+    return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rows", type=int, nargs="*", help="indices of the rows to run")
+    args = parser.parse_args()
+    results = []
+    for index, row in enumerate(ROWS):
+        if args.rows and index not in args.rows:
+            continue
+        n, entries, heads = row
+        for layout in ("index_fp8", "index_mxfp4"):
+            record = layouts.get(layout)
+            size = n * entries * (record.bytes_per_entry + 4)
+            sets = [random_paged(layout, n, 1, heads, entries) for _ in range(max(2, -int(-COLD_BYTES // size)))]
+            calls = {name: (call, sets) for name, call in kernels(layout, row).items()}
+            if layout == "index_fp8":
+                plain = [random_paged(layout, n, 1, heads, entries, page_bytes=8448) for _ in sets]
+                calls["deep_gemm"] = (None, plain)
+            for name, (call, inputs) in calls.items():
+                result = {"keys": f"{n} x {entries}", "heads": heads, "layout": layout, "kernel": name}
+                try:
+                    call = call or deep_gemm_call(n, entries)
+                    scores = call(*inputs[0].arrays).reshape(-1)
+                    result["error"] = worst_error(scores, inputs[0], layout)
+                    result["warm_us"] = median_us(call, [inputs[0].arrays])
+                    result["cold_us"] = median_us(call, [p.arrays for p in inputs])
+                    result["roof_us"] = size / COPY_BANDWIDTH * 1e6
+                except FAILURES as failure:  # one kernel's failure must not hide the others' times
+                    result["failure"] = f"{type(failure).__name__}: {failure}"[:90]
+                results.append(result)
+            del sets, calls
+            torch.cuda.empty_cache()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; roof: keys, scales and scores at {COPY_BANDWIDTH / 1e12} TB/s"
+    )
+    print(
+        f"{'sequences x keys':16} {'heads':>5} {'layout':12} {'kernel':18} {'warm us':>8} {'cold us':>8} {'roof us':>8} {'of roof':>8} {'error':>8}"
+    )
+    for r in results:
+        head = f"{r['keys']:16} {r['heads']:5} {r['layout']:12} {r['kernel']:18}"
+        if "failure" in r:
+            print(f"{head} {r['failure']}")
+        else:
+            print(
+                f"{head} {r['warm_us']:8.1f} {r['cold_us']:8.1f} {r['roof_us']:8.1f} {r['roof_us'] / r['cold_us']:8.0%} {r['error']:8.1e}"
+            )
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

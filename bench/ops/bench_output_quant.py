@@ -1,0 +1,47 @@
+"""Inverse RoPE and quantisation of the attention output: one launch against the reference's chain of launches.
+
+`python -m bench.ops.bench_output_quant [--json FILE]`, from the root of the repository, on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import abyssal.ops.output_quant.triton as kernels
+from abyssal.ops.output_quant import output_quant as reference
+from bench.ops import write_path as wp
+
+
+def main() -> None:
+    args = wp.arguments(__doc__ or "")
+    table = wp.Table("output_quant")
+    for shape in wp.SHAPES:
+        for tokens in args.tokens:
+            moved = tokens * (shape.heads * 512 * (2 + 1) + shape.heads * 512 // shape.tile + 64 * 4)
+            inputs = [
+                (torch.randn(tokens, shape.heads, 512, device=wp.DEVICE, dtype=torch.bfloat16), wp.table(tokens))
+                for _ in range(wp.copies(tokens, moved))
+            ]
+            for per_program in (1, 2, 4, 8):
+                config = kernels.OutputQuantConfig(per_program)
+                table.time(
+                    shape.name, tokens, str(config),
+                    lambda out, rope, config=config, shape=shape: kernels.output_quant_e4m3(
+                        out, rope, shape.tile, shape.groups, config=config
+                    ),
+                    inputs, moved,
+                )  # fmt: skip
+
+            def chain(out, rope, tile=shape.tile):
+                return reference(out.float(), rope, tile, torch.bfloat16)
+
+            table.time(shape.name, tokens, "eager", chain, inputs, moved)
+            if not args.no_compile and shape.name == "v4-flash":
+                table.time(shape.name, tokens, "compile", wp.compiled(chain), inputs, moved)
+            del inputs
+    table.print()
+    table.save(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Top-k of index scores: microseconds beside torch.topk, and scoring plus selection of one sequence.
+
+`python bench/ops/bench_select_topk.py [--json FILE]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from index_inputs import PAGE, random_paged
+from timing import COPY_BANDWIDTH, median_us
+from triton.errors import TritonError
+
+from abyssal.kv import layouts
+from abyssal.ops.index_score.gluon import index_score
+from abyssal.ops.select_topk import select_topk as reference
+from abyssal.ops.select_topk.triton import GROUP, SelectConfig, select_config, select_topk
+
+FAILURES = (TritonError, RuntimeError, ValueError, TypeError, AssertionError, ImportError)
+ROWS = [
+    (1, 262144, 512),
+    (4, 262144, 512),
+    (32, 32768, 512),
+    (128, 8192, 512),
+    (1, 1048576, 512),
+    (1, 262144, 1024),
+    (256, 262144, 512),
+]
+TUNED = {
+    (1, 262144, 512): [(2, 8), (2, 16), (2, 32), (3, 8), (3, 16), (3, 32)],
+    (128, 8192, 512): [(1, 8), (1, 16), (1, 32), (2, 8), (2, 16)],
+}
+
+
+def measure(name: str, row: str, call: Callable[..., torch.Tensor], inputs: list[tuple], expected: torch.Tensor | None) -> dict:
+    result: dict = {"row": row, "kernel": name}
+    try:
+        if expected is not None and not torch.equal(call(*inputs[0]).cpu(), expected):
+            result["failure"] = "WRONG entries"
+            return result
+        result["us"] = median_us(call, inputs)
+    except FAILURES as failure:  # one kernel's failure must not hide the others' times
+        result["failure"] = f"{type(failure).__name__}: {failure}"[:90]
+    return result
+
+
+def selections() -> list[dict]:
+    results = []
+    for n, entries, k in ROWS:
+        row = f"{k} of {n} x {entries}"
+        sets = []
+        for _ in range(4 if n < 256 else 1):
+            scores = torch.randn(n, 1, entries, device="cuda")
+            visible = torch.full((n, 1), entries, dtype=torch.int32, device="cuda")
+            sets.append((scores, visible, scores.view(n, 1, -1, GROUP).amax(-1)))
+        expected = reference(*sets[0][:2], k).cpu()
+        default = select_config(entries, k)
+        cases = {"triton": (default, False)}
+        if default.levels > 1:
+            cases["triton, maxima given"] = (default, True)
+        for levels, warps in TUNED.get((n, entries, k), []):
+            cases[f"{levels} levels, {warps} warps"] = (SelectConfig(levels, warps), levels == 2)
+        for name, (config, given) in cases.items():
+
+            def call(scores, visible, maxima, config=config, given=given, k=k):
+                return select_topk(scores, visible, k, maxima=maxima if given else None, config=config)
+
+            results.append(measure(name, row, call, sets, expected))
+        results.append(measure("torch.topk", row, lambda s, v, m, k=k: s.topk(k, sorted=False).indices, sets, None))
+    return results
+
+
+def steps() -> list[dict]:
+    """Scoring and selection together, maxima handed over."""
+    results = []
+    for layout in ("index_fp8", "index_mxfp4"):
+        for n, entries, heads in ((1, 262144, 64), (4, 262144, 64), (128, 8192, 64), (1, 1048576, 32)):
+            sets = [random_paged(layout, n, 1, heads, entries) for _ in range(2 if n * entries > 300000 else 6)]
+            maxima = torch.empty(n, 1, entries // GROUP, device="cuda")
+            score = functools.partial(
+                index_score, layout=layouts.get(layout), entries_per_page=PAGE, num_entries=entries, maxima=maxima
+            )
+
+            def call(q, weights, pool, table, visible, score=score, maxima=maxima):
+                scores = score(q, weights, pool, table, visible)
+                return select_topk(scores, visible, 512, maxima=maxima, page_table=table)
+
+            results.append(measure(f"score {layout} + select", f"512 of {n} x {entries}", call, [s.arrays for s in sets], None))
+            del sets
+            torch.cuda.empty_cache()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = selections() + steps()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; one read of 262,144 scores: {262144 * 4 / COPY_BANDWIDTH * 1e6:.2f} us"
+    )
+    print(f"{'entries':22} {'kernel':28} {'us':>8}")
+    for r in results:
+        print(f"{r['row']:22} {r['kernel']:28} " + (r["failure"] if "failure" in r else f"{r['us']:8.1f}"))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

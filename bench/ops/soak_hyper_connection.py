@@ -1,0 +1,98 @@
+"""Replay graphs of hyper-connection sites very often beside a busy second stream; stop at the first wrong bit or hang.
+
+The second stream runs matrix products that fill the device and, with a state of its own, sites that wait for each other too. A replay
+that takes longer than `--hang-seconds` ends the process with code 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+import time
+
+import torch
+from bench_hyper_connection import make_inputs
+
+from abyssal.ops.hyper_connection import triton as kernel
+
+TOKENS = (1, 8, 64, 512)
+FIELDS = ("streams", "x", "pre", "post", "comb")
+
+
+def captured(hidden: int, stream: torch.cuda.Stream, tokens: tuple[int, ...]) -> tuple[torch.cuda.CUDAGraph, list]:
+    """One graph with a site of each order and token count, on one state; and its outputs."""
+    state = kernel.HandoverState.allocate(max(tokens), hidden, "cuda")
+    sites = []
+    for count in tokens:
+        for own in (True, False):
+            arguments, weights = make_inputs(count, hidden, own, cold=False)
+            sites.append((arguments[0], kernel.KernelWeights.prepare(weights[0])))
+    with torch.cuda.stream(stream):
+        for arguments, weights in sites:
+            kernel.site(weights=weights, state=state, **arguments)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = [kernel.site(weights=weights, state=state, **arguments) for arguments, weights in sites]
+    graph.sites = sites  # keeps the inputs alive
+    return graph, outputs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replays", type=int, default=100_000)
+    parser.add_argument("--hidden", type=int, default=5120)
+    parser.add_argument("--seconds", type=float, default=240, help="stop, with success, after so long")
+    parser.add_argument("--hang-seconds", type=float, default=20)
+    args = parser.parse_args()
+    main_stream, other_stream, busy_stream = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    graph, outputs = captured(args.hidden, main_stream, TOKENS)
+    other_graph, _ = captured(args.hidden, other_stream, (8, 64))
+    matrix, product = torch.randn(2, 4096, 4096, device="cuda", dtype=torch.bfloat16).unbind()
+    with torch.cuda.stream(main_stream):
+        graph.replay()
+    main_stream.synchronize()
+    expected = [{name: getattr(site, name).clone() for name in FIELDS} for site in outputs]
+
+    begin = progress = time.monotonic()
+    done = False
+
+    def watch() -> None:
+        while not done:
+            time.sleep(1)
+            if time.monotonic() - progress > args.hang_seconds:
+                print(f"HANG: no progress for {args.hang_seconds} s after {replays} replays", flush=True)
+                os._exit(3)
+
+    replays = wrong = 0
+    threading.Thread(target=watch, daemon=True).start()
+    while replays < args.replays and time.monotonic() - begin < args.seconds:
+        for _ in range(50):
+            with torch.cuda.stream(busy_stream):
+                torch.mm(matrix, matrix, out=product)
+            with torch.cuda.stream(other_stream):
+                other_graph.replay()
+            with torch.cuda.stream(main_stream):
+                graph.replay()
+                graph.replay()
+        replays += 100
+        main_stream.synchronize()
+        progress = time.monotonic()
+        if replays % 2000 == 0:
+            torch.cuda.synchronize()
+            for site, right in zip(outputs, expected, strict=True):
+                wrong += sum(not torch.equal(getattr(site, name), right[name]) for name in FIELDS)
+            if wrong:
+                break
+    torch.cuda.synchronize()
+    done = True
+    launches = replays * len(outputs)
+    print(
+        f"{replays} replays, {launches} launches in {time.monotonic() - begin:.0f} s; {wrong} outputs differ from the first replay"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,158 @@
+"""What the benchmarks of the write-path kernels share: model shapes, pools, the launch floor, tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from abyssal.config import RopeConfig
+from abyssal.kv.layouts import Layout
+from abyssal.kv.pool import RecordView
+from abyssal.ops.rope import rope_table
+from bench.ops.timing import COPY_BANDWIDTH, median_us
+
+TOKENS = (1, 8, 64, 512, 4096)
+L2_BYTES = 60 << 20
+ROPE = RopeConfig(64, 160000.0, None)
+DEVICE = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    name: str
+    heads: int
+    eps: float | None  # of the query norm
+    index_heads: int
+    hadamard: bool
+    tile: int  # of the output's quantisation
+    groups: int
+    layout: str  # of window records
+    compressed: str
+    index: str
+
+
+SHAPES = (
+    Shape("v4-flash", 64, 1e-6, 64, True, 128, 8, "v4", "v4", "index_fp8"),
+    Shape("v4-pro", 128, 1e-6, 64, True, 128, 16, "v4", "v4", "index_fp8"),
+    Shape("v4.1-flash", 64, None, 32, False, 32, 8, "v41", "v41_fp4", "index_mxfp4"),
+)
+
+
+@triton.jit
+def empty_kernel():
+    pass
+
+
+def launch_floor() -> float:
+    """Median replay time of a kernel that does nothing, us."""
+    return median_us(lambda: empty_kernel[(1,)](num_warps=1), [()], repeats=9, calls=100)
+
+
+def copies(tokens: int, bytes_touched: int) -> int:
+    """Input sets to rotate: decode reads what the product before just wrote (warm L2), prefill does not."""
+    return 1 if tokens <= 64 else max(1, min(8, -(-2 * L2_BYTES // bytes_touched)))
+
+
+def table(tokens: int) -> Tensor:
+    return rope_table(torch.arange(tokens, device=DEVICE) + 1000, ROPE)
+
+
+def pool(layout: Layout, records: int, entries: int) -> tuple[Tensor, Tensor]:
+    """A pool of pages with room for `records`, and their slots int64 in random pages."""
+    pages = -(-records // entries) + 1
+    stride = -(-layout.page_bytes(entries) // 16) * 16
+    data = torch.zeros(pages, stride, dtype=torch.uint8, device=DEVICE)
+    order = torch.randperm(pages - 1, device=DEVICE) + 1
+    index = torch.arange(records, device=DEVICE)
+    return data, order[index // entries] * entries + index % entries
+
+
+def view(data: Tensor, layout: Layout, entries: int) -> RecordView:
+    """The reference's view of a pool."""
+    return RecordView(data, SimpleNamespace(layout=layout, entries_per_page=entries, name="bench"))  # type: ignore[arg-type]
+
+
+class Table:
+    """Rows of results. A variant that fails is a row that says why."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.floor = launch_floor()
+        self.rows: list[dict[str, Any]] = []
+
+    def time(
+        self, shape: str, tokens: int, variant: str, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], bytes_moved: int
+    ) -> float | None:
+        row: dict[str, Any] = {"shape": shape, "tokens": tokens, "variant": variant, "bytes": bytes_moved}
+        try:
+            row["us"] = median_us(fn, inputs, repeats=7)
+        except Exception as error:  # the other variants are still worth their time
+            torch.cuda.synchronize()
+            row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+        self.rows.append(row)
+        return row.get("us")
+
+    def print(self) -> None:
+        print(f"\n{self.title}; empty kernel F = {self.floor:.2f} us; roof = bytes / {COPY_BANDWIDTH / 1e12} TB/s; {device_line()}")
+        print(f"{'shape':12} {'tokens':>6} {'variant':34} {'us':>8} {'us - F':>8} {'roof us':>8} {'% of roof':>9} {'x faster':>8}")
+        best = {}
+        for row in self.rows:
+            if "us" in row and not row["variant"].startswith(("eager", "compile")):
+                key = row["shape"], row["tokens"]
+                best[key] = min(best.get(key, row["us"]), row["us"])
+        for row in self.rows:
+            head = f"{row['shape']:12} {row['tokens']:>6} {row['variant']:34}"
+            if "us" not in row:
+                print(f"{head} {row['error']}")
+                continue
+            roof = row["bytes"] / COPY_BANDWIDTH * 1e6
+            ratio = row["us"] / best[row["shape"], row["tokens"]] if (row["shape"], row["tokens"]) in best else float("nan")
+            print(
+                f"{head} {row['us']:8.2f} {row['us'] - self.floor:8.2f} {roof:8.2f} {100 * roof / row['us']:9.0f} {ratio:8.2f}"
+            )
+
+    def save(self, path: Path | None) -> None:
+        if path is not None:
+            path.write_text(json.dumps({"title": self.title, "floor_us": self.floor, "rows": self.rows}, indent=1))
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(fn, dynamic=False)
+
+
+def device_line() -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, {commit or 'no commit'}"
+
+
+def kernel_us(fn: Callable[[], Any], calls: int = 50) -> float:
+    """Median time of the kernels of one call as the profiler sees them, without launch gaps, us."""
+    fn()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            fn()
+        torch.cuda.synchronize()
+    times = [e.device_time for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.device_time > 0]
+    assert times and len(times) % calls == 0, f"{len(times)} kernels in {calls} calls"
+    return statistics.median(times) * (len(times) // calls)
+
+
+def arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="file for the full results")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    return parser.parse_args()

@@ -1,0 +1,178 @@
+"""`abyssal plan`: what a model and its caches need, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from abyssal.checkpoint.sizes import weight_bytes
+from abyssal.cli.options import config_options, model_argument, split_config
+from abyssal.cli.plot import Line, draw
+from abyssal.config import EngineConfig, ModelConfig, resolve
+from abyssal.engine.runner import STEP_WORKSPACE
+from abyssal.errors import ConfigError
+from abyssal.kv.layouts import V32_TOKEN_BYTES
+from abyssal.kv.report import GIB, capacity_report, memory_report, sequence_totals, stacks
+from abyssal.kv.specs import plan_caches
+from abyssal.model_config import load_model_config
+from abyssal.model_config.presets import PRESETS, load_preset
+from abyssal.options import build, check_options, option, option_specs
+
+WIDTH = 120  # columns of text that the widest table needs
+LAYOUTS = ("kv_layout", "compressed_kv_layout", "index_layout")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConfig:
+    """What `abyssal plan` is asked, beside the engine's options."""
+
+    preset: str | None = option(None, "a released model instead of MODEL; no files are needed", choices=PRESETS)
+    context: int | None = option(None, "tokens of the sequence to plan for; default: the model's longest", low=1)
+    gpu_memory: int | None = option(
+        None, "memory of one GPU, such as 141GiB; left out, only the cost is shown", low=1, in_bytes=True
+    )
+    gpus: int = option(1, "GPUs that share out the experts; attention runs on each for its own requests", low=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.gpu_memory is not None and self.gpu_memory < GIB:
+            raise ConfigError(f"gpu_memory={self.gpu_memory} is less than 1 GiB; give a unit, such as 141GiB")
+
+
+@click.command("plan")
+@model_argument
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object; sizes in GiB, those named bytes in bytes")
+@click.option("--plot", metavar="FILE", default=None, help="also draw memory against context length; FILE ends in .svg")
+@config_options(PlanConfig)
+@config_options(EngineConfig)
+def command(as_json: bool, plot: str | None, **given: Any) -> None:
+    asked = build(PlanConfig, {spec.name: given.pop(spec.name) for spec in option_specs(PlanConfig)}, {})
+    if plot is not None and Path(plot).suffix != ".svg":
+        raise ConfigError(f"--plot {plot!r} must end in .svg, the one format that is drawn")
+    chosen, options = given["model"], split_config(given)
+    if asked.preset is not None and chosen is not None:
+        raise ConfigError(f"both MODEL {chosen!r} and preset={asked.preset!r} are given; leave one out")
+    name, model = (
+        (options.model, _checkpoint(options.model)) if asked.preset is None else (asked.preset, load_preset(asked.preset))
+    )
+    config = resolve(options, model, device_available=True)  # auto is what it would be on a GPU, wherever this runs
+    context = asked.context or config.max_model_len or model.max_position
+    if context > model.max_position:
+        raise ConfigError(f"context={context} exceeds the model's max_position_embeddings={model.max_position}; lower it")
+    report = {"model": name, **memory_report(model, config, context), **_machine(asked, model, config, context)}
+    if plot is not None:
+        Path(plot).write_text(_plot(name, model, config))
+    if as_json:
+        click.echo(json.dumps(report, indent=1))
+    else:
+        _print(report)
+
+
+def _checkpoint(name: str) -> ModelConfig:
+    from abyssal.checkpoint.source import resolve_model
+
+    return load_model_config(resolve_model(name))
+
+
+def _machine(asked: PlanConfig, model: ModelConfig, config: EngineConfig, context: int) -> dict[str, Any]:
+    """Weights, and how many sequences the memory beside them holds, where a size is given."""
+    weights = weight_bytes(model, getattr(torch, config.dtype))
+    report: dict[str, Any] = {
+        "gpus": asked.gpus,
+        "weights": {"total": weights.total / GIB, "experts": weights.experts / GIB, "per_gpu": weights.per_gpu(asked.gpus) / GIB},
+    }
+    if asked.gpu_memory is None and config.kv_cache_bytes is None:
+        return report
+    if asked.gpu_memory is None:
+        return report | capacity_report(model, config, context, config.kv_cache_bytes or 0, asked.gpus)
+    usable = int(asked.gpu_memory * config.gpu_memory_utilization) - STEP_WORKSPACE
+
+    def budget(gpus: int) -> int:
+        return usable - weights.per_gpu(gpus) if config.kv_cache_bytes is None else config.kv_cache_bytes
+
+    def fits(gpus: int) -> bool:
+        beside = weights.per_gpu(gpus) + (config.kv_cache_bytes or 0) <= usable
+        return beside and capacity_report(model, config, context, budget(gpus), gpus)["sequences"] > 0
+
+    counts = range(1, model.num_experts + 1)
+    capacity = capacity_report(model, config, context, max(0, budget(asked.gpus)), asked.gpus)
+    if not fits(asked.gpus):
+        capacity |= {"sequences_per_gpu": 0, "sequences": 0}
+    return report | {"gpu_memory": asked.gpu_memory / GIB, "least_gpus": next(filter(fits, counts), None), **capacity}
+
+
+def _plot(name: str, model: ModelConfig, config: EngineConfig) -> str:
+    lengths = [1 << n for n in range(10, model.max_position.bit_length())]
+    lines = []
+    for stack in stacks(model, config):
+        plan = plan_caches(model, *stack.record_layouts)
+        lines.append(Line(_layouts(stack), [(n, sequence_totals(plan, n)["payload"] * GIB) for n in lengths]))
+    v32 = [(n, float(V32_TOKEN_BYTES * model.num_layers * n)) for n in lengths]
+    return draw(f"{name}: KV memory of one sequence", [*lines, Line("V3.2-style, bf16", v32, dashed=True)])
+
+
+def _layouts(config: EngineConfig) -> str:
+    kv, compressed, index = (getattr(config, name) for name in LAYOUTS)
+    return f"{kv}{'' if compressed == 'same' else '+' + compressed}, {index} keys"
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True)
+    console.width = max(console.width, WIDTH)
+    chosen = ", ".join(f"{name}={report[name]}" for name in LAYOUTS)
+    console.print(f"{report['model']} ({report['family']}), one sequence of {report['context']} tokens, {chosen}", style="bold")
+    console.print(
+        f"{report['payload']:.4g} GiB of records ({report['growing']:.4g} growing, {report['windows']:.4g} windows) and "
+        f"{report['state']:.4g} of state; {report['pages']:.4g} GiB in pages. {report['bytes_per_token']:g} bytes per token. "
+        f"A V3.2-style stack: {report['v32_style']:.4g} GiB, {report['ratio']:.3g} times as much.\n"
+    )
+    sizes = ["payload_bytes", "pages_bytes"]
+    _table(
+        console, "By kind", report["kinds"], ["kind", "group", "layout", "layers", "bytes_per_entry", "bytes_per_token", *sizes]
+    )
+    buckets = [{"bucket": name, **bucket} for name, bucket in report["buckets"].items()]
+    _table(console, f"Buckets: a block of 256 tokens takes {report['block_bytes']} bytes", buckets, list(buckets[0]))
+    _table(console, "By length, GiB", report["lengths"], ["tokens", "payload", "state", "pages"])
+    _table(console, "Records, saving against v4", report["records"], ["layout", "bytes_per_entry", "saving"])
+    columns = [*LAYOUTS, "bytes_per_token", "growing", "payload", "pages", "saving"]
+    _table(console, "Layouts, GiB, saving of payload against the first", report["stacks"], columns)
+    weights = report["weights"]
+    console.print(
+        f"Weights: {weights['total']:.4g} GiB, of which experts {weights['experts']:.4g}; {weights['per_gpu']:.4g} GiB on each of "
+        f"{report['gpus']} GPU(s)."
+    )
+    if "sequences" in report:
+        console.print(
+            f"Cache: {report['cache_per_gpu']:.4g} GiB per GPU hold {report['sequences_per_gpu']} such sequences, "
+            f"{report['sequences']} on all GPUs."
+        )
+    if "least_gpus" in report and not report["sequences"]:
+        least = report["least_gpus"]
+        console.print(
+            f"This does not fit: {'no number of such GPUs is enough' if least is None else f'it needs {least} such GPUs'}."
+        )
+
+
+def _table(console: Console, title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    if not rows:
+        return
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="right" if isinstance(rows[0][name], int | float) else "left")
+    for row in rows:
+        table.add_row(*(_shown(name, row[name]) for name in columns))
+    console.print(table)
+    console.print()
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "saving":
+        return f"{value:.1%}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,176 @@
+"""Hand-over: everything that the caches hold of one sequence as one object, to go on with it in another engine or later.
+
+Of windows it has only what the next token reads, of records only rows that mean something; its payload is as large as the planner says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from abyssal.errors import HandOverError
+from abyssal.kv.pool import KVCache, SequenceCache, entry_slots
+from abyssal.kv.specs import ROLL_BACK, CacheSpec
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """One sequence on the host."""
+
+    identity: str  # of the model and the number format that made the records
+    token_ids: list[int]  # all known ones, also those not yet computed
+    num_tokens: int  # computed
+    folded: int  # as in `SequenceCache`
+    kinds: dict[str, dict[str, Any]]  # cache kind -> what its entries are
+    records: dict[str, Tensor]  # cache kind -> uint8 [layers, entries, bytes_per_entry]: data row, then scale row
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(records.numel() for records in self.records.values())
+
+    def to_bytes(self) -> bytes:
+        """One safetensors file: header, token ids, records, and a digest over these."""
+        facts = {"version": VERSION, "num_tokens": self.num_tokens, "folded": self.folded}
+        header = json.dumps(facts | {"identity": self.identity, "kinds": self.kinds}).encode()
+        parts = {f"records.{name}": records for name, records in self.records.items()}
+        parts |= {"header": torch.frombuffer(bytearray(header), dtype=torch.uint8)}
+        parts |= {"token_ids": torch.tensor(self.token_ids, dtype=torch.int32)}
+        return save(parts | {"digest": _digest(parts)})
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Self:
+        """The inverse of `to_bytes`.
+
+        Raises:
+            HandOverError: `raw` is damaged, or of another version.
+        """
+        try:
+            parts = load(raw)
+            digest = parts.pop("digest")
+        except (SafetensorError, KeyError) as error:
+            raise HandOverError(f"{len(raw)} bytes are no hand-over of a sequence: {error}; export it again") from error
+        if not torch.equal(digest, _digest(parts)):
+            raise HandOverError("the hand-over is damaged: its digest does not match its content; send it again")
+        header = json.loads(parts.pop("header").numpy().tobytes())
+        if header["version"] != VERSION:
+            raise HandOverError(f"the hand-over has format {header['version']}, this engine reads {VERSION}; use equal versions")
+        token_ids = parts.pop("token_ids").tolist()
+        records = {name.removeprefix("records."): entries for name, entries in parts.items()}
+        return cls(header["identity"], token_ids, header["num_tokens"], header["folded"], header["kinds"], records)
+
+
+def export(cache: KVCache, seq: SequenceCache, token_ids: list[int]) -> HandOver:
+    """Copy what `cache` holds of `seq`, which has computed tokens, to the host. `seq` stays as it is.
+
+    Args:
+        token_ids: of the sequence, at least those computed.
+    """
+    assert 0 < seq.num_tokens <= len(token_ids), (seq.num_tokens, len(token_ids))
+    kinds = {name: _describe(spec) for name, spec in cache.specs.items()}
+    records = {name: _read(cache, spec, seq).cpu() for name, spec in cache.specs.items()}
+    return HandOver(cache.identity, list(token_ids), seq.num_tokens, seq.folded, kinds, records)
+
+
+def restore(cache: KVCache, seq: SequenceCache, handed: HandOver) -> bool:
+    """Let the empty `seq` hold what `handed` has; False, and nothing taken, when pages are short.
+
+    The tokens are final: none of them can be rolled back, since rows before the window did not come along.
+
+    Raises:
+        HandOverError: it is of another model or of other layouts, or contradicts itself. Nothing has been touched then.
+    """
+    check(cache, handed)
+    if not cache.allocate_restored(seq, handed.num_tokens):
+        return False
+    for name, spec in cache.specs.items():
+        slots = torch.from_numpy(entry_slots(spec, seq.tables[name], _entries(spec, handed.num_tokens)))
+        assert (slots >= 0).all(), name
+        records = handed.records[name].flatten(0, 1).to(cache.views[name].device)
+        cache.views[name].write_bytes(slots.flatten().long().to(records.device), records)
+    seq.folded, seq.final = handed.folded, handed.num_tokens
+    cache.commit(seq, handed.token_ids, handed.num_tokens)
+    return True
+
+
+def check(cache: KVCache, handed: HandOver) -> None:
+    """Raise HandOverError unless `handed` fits the model and the layouts of `cache` and is complete."""
+    if handed.identity != cache.identity:
+        raise HandOverError(
+            "the hand-over comes from another model or dtype than this engine's; both must load the same checkpoint"
+        )
+    kinds = {name: _describe(spec) for name, spec in cache.specs.items()}
+    for name in kinds.keys() | handed.kinds.keys():
+        here, there = kinds.get(name), handed.kinds.get(name)
+        if here != there:
+            raise HandOverError(
+                f"cache kind {name!r} is {there} in the hand-over and {here} here; give both engines equal layouts"
+            )
+    tokens, folded = handed.num_tokens, handed.folded
+    if not 0 < tokens <= len(handed.token_ids) or not max(0, tokens - ROLL_BACK) <= folded <= tokens:
+        raise HandOverError(f"the hand-over contradicts itself: {tokens} of {len(handed.token_ids)} tokens, sums up to {folded}")
+    for name, spec in cache.specs.items():
+        expected = (len(spec.layers), len(_entries(spec, tokens)), spec.layout.bytes_per_entry)
+        records = handed.records.get(name)
+        if records is None or records.dtype != torch.uint8 or tuple(records.shape) != expected:
+            found = None if records is None else (records.dtype, tuple(records.shape))
+            raise HandOverError(f"cache kind {name!r} of the hand-over has {found}; {tokens} tokens need uint8 {expected}")
+
+
+def _entries(spec: CacheSpec, tokens: int) -> np.ndarray:
+    """Indices of the entries that a sequence of `tokens` tokens reads next."""
+    if spec.lifetime == "record":
+        return np.arange(spec.record_entries)
+    first = max(0, tokens - spec.window) if spec.lifetime == "window" else 0
+    return np.arange(first, tokens // spec.ratio)
+
+
+def _read(cache: KVCache, spec: CacheSpec, seq: SequenceCache) -> Tensor:
+    """uint8 [layers, entries, bytes_per_entry]; rows of a record that nobody reads are zero, whatever lies there."""
+    view = cache.views[spec.name]
+    slots = entry_slots(spec, seq.tables[spec.name], _entries(spec, seq.num_tokens))
+    assert (slots >= 0).all(), f"{spec.name} has no page where the next token reads"
+    records = view.read_bytes(torch.from_numpy(slots).flatten().long().to(view.device)).unflatten(0, slots.shape)
+    if spec.lifetime == "record":
+        records[:, ~_meaningful(spec, seq)] = 0
+    return records
+
+
+def _meaningful(spec: CacheSpec, seq: SequenceCache) -> Tensor:
+    """bool [entries of the record]: of the ring those not yet in the sums, the sums while they are over anything."""
+    if spec.ratio > 1:
+        return torch.tensor([seq.folded % spec.ratio > 0])
+    used = torch.zeros(spec.record_entries, dtype=torch.bool)
+    used[torch.arange(seq.folded, seq.num_tokens) % spec.record_entries] = True
+    return used
+
+
+def _describe(spec: CacheSpec) -> dict[str, Any]:
+    """What two engines must agree on; where pages end is each one's own affair."""
+    return {
+        "layout": spec.layout.name,
+        "values": spec.layout.dim,
+        "layers": list(spec.layers),
+        "tokens_per_entry": spec.ratio,
+        "lifetime": spec.lifetime,
+        "window": spec.window,
+        "record_entries": spec.record_entries,
+    }
+
+
+def _digest(parts: dict[str, Tensor]) -> Tensor:
+    """uint8 [32], SHA-256 over names, shapes and content in order of names."""
+    digest = hashlib.sha256()
+    for name in sorted(parts):
+        digest.update(f"{name} {parts[name].dtype} {tuple(parts[name].shape)}\n".encode())
+        digest.update(parts[name].contiguous().view(torch.uint8).numpy())
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)

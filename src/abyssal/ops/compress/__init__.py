@@ -1,0 +1,116 @@
+"""Compressor: pool groups of tokens into entries, normalise, rotate, store; and keep the state rows (V4 spec 2.9, V4.1 spec 3.6)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from abyssal.kv.batch import CompressFacts, StoreFacts
+from abyssal.kv.pool import RecordView
+from abyssal.ops.hadamard import hadamard
+from abyssal.ops.norm import rms_norm
+from abyssal.ops.rope import rotate
+
+
+def compress(
+    rows: Tensor,
+    norm: Tensor,
+    facts: CompressFacts,
+    store: StoreFacts | None,
+    state: RecordView | None,
+    sums: RecordView | None,
+    entries: RecordView,
+    layer_row: int,
+    *,
+    overlap: bool,
+    rotate_keys: bool,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Store the entries that this step completes and the state rows that later steps read.
+
+    Args:
+        rows: fp32 [T, 2 c D], per token the projection (c D values), then the scores with their position bias;
+            c = 2 with overlap (first half for the next group's entry, second half for the own), else 1.
+            Without state (ratio 1) fp32 [T, D], projections only: every token is an entry.
+        norm: fp32 [D], weight of the RMS norm after pooling.
+        store, state: where the state rows go; None for ratio 1.
+        sums: running sums of open groups, fp32 [3 D] each (`accumulate`); None where `state` keeps all rows of a group.
+        rotate_keys: Hadamard rotation after RoPE (V4's index keys).
+        dtype: the run's dtype, to which pooled values are rounded.
+
+    Returns:
+        The normalised entries [E, D] in `dtype`, before RoPE.
+    """
+    if state is None or store is None:
+        pooled = rows
+    elif facts.num_groups:
+        carried = state.read(facts.carried[state.spec.name][layer_row])
+        available = torch.cat([carried, rows, _empty_row(rows)])
+        if sums is None:
+            pooled = pool(available, facts.sources, overlap)
+        else:
+            before = _carried_sums(sums, facts.carried_sums[sums.spec.name][layer_row])
+            complete, still_open = accumulate(available, facts.sources, before).tensor_split([facts.num_entries])
+            pooled = complete[:, 2] / complete[:, 1]
+            sums.write(facts.sum_slots[sums.spec.name][layer_row], still_open.flatten(1))
+    else:
+        pooled = rows.new_empty(0, len(norm))
+    latent = rms_norm(pooled.to(dtype), norm, eps)
+    store_entries(latent, facts, entries, layer_row, rotate_keys)
+    if state is not None and store is not None:
+        state.write(store.slots[layer_row], rows.index_select(0, store.rows))
+    return latent
+
+
+def store_entries(latent: Tensor, facts: CompressFacts, entries: RecordView, layer_row: int, rotate_keys: bool) -> None:
+    """latent [E, D]: RoPE at the first token of each group, with `rotate_keys` the Hadamard rotation, then pack and store."""
+    if facts.num_entries:
+        entry = rotate(latent.to(torch.float32, copy=True), facts.rope).to(latent.dtype)
+        entry = hadamard(entry) if rotate_keys else entry
+        entries.write(facts.entry_slots[entries.spec.name][layer_row], entry)
+
+
+def pool(rows: Tensor, sources: Tensor, overlap: bool) -> Tensor:
+    """rows fp32 [R, 2 c D], sources [E, slots] -> per-channel softmax pooling over the slots, fp32 [E, D]."""
+    values, scores = rows.chunk(2, dim=1)  # [R, c D] each
+    if overlap:
+        group = sources.shape[1] // 2
+        (early, late), (early_s, late_s) = values.chunk(2, dim=1), scores.chunk(2, dim=1)
+        values = torch.cat([early[sources[:, :group]], late[sources[:, group:]]], dim=1)  # [E, slots, D]
+        scores = torch.cat([early_s[sources[:, :group]], late_s[sources[:, group:]]], dim=1)
+    else:
+        values, scores = values[sources], scores[sources]
+    return (values * scores.softmax(dim=1)).sum(dim=1)
+
+
+def accumulate(rows: Tensor, sources: Tensor, before: Tensor) -> Tensor:
+    """Extend running sums m = max score, s = sum of exp(score - m), v = sum of exp(score - m) value: what `pool` gives is v / s.
+
+    Args:
+        rows: fp32 [R, 2 D], values and scores.
+        sources: int64 [G, slots], rows to add to each group, at least one of them not empty.
+        before: fp32 [G, 3, D], (m, s, v) over the earlier rows of the group.
+
+    Returns:
+        fp32 [G, 3, D].
+    """
+    values, scores = (part[sources] for part in rows.chunk(2, dim=1))  # [G, slots, D] each
+    m = torch.maximum(scores.amax(1), before[:, 0])  # [G, D]
+    weights, kept = (scores - m.unsqueeze(1)).exp(), (before[:, 0] - m).exp()
+    s = weights.sum(1) + kept * before[:, 1]
+    v = (weights * values).sum(1) + kept * before[:, 2]
+    return torch.stack([m, s, v], dim=1)
+
+
+def _carried_sums(sums: RecordView, slots: Tensor) -> Tensor:
+    """fp32 [G, 3, D]; slot -1 stands for sums over nothing."""
+    stored = sums.read(slots).unflatten(1, (3, -1))
+    stored[:, 0].masked_fill_((slots < 0).unsqueeze(1), -torch.inf)
+    return stored
+
+
+def _empty_row(rows: Tensor) -> Tensor:
+    """The row of a token before the sequence: value 0, score -inf, so that its weight is exactly 0."""
+    half = rows.shape[1] // 2
+    return torch.cat([rows.new_zeros(1, half), rows.new_full((1, half), -torch.inf)], dim=1)

@@ -1,0 +1,272 @@
+"""The compressor after its projections, in one launch: pool, norm, RoPE, Hadamard, pack and store, and the state rows.
+
+V4 spec 2.9, V4.1 spec 3.6. A ratio-1 entry pools nothing: `window_store` stores it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from abyssal.kv import layouts
+from abyssal.kv.layouts import Layout
+from abyssal.ops._aot import AotCase
+from abyssal.ops._records import finish_row, round_like
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Where one cache kind lies."""
+
+    data: Tensor  # uint8 [pages, page bytes], the pool of the kind's bucket
+    layout: Layout
+    entries_per_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Running sums of open groups (ratio 128): m, s and v per channel, in one record."""
+
+    pages: Pages  # layout of 3 D fp32 values
+    carried: Tensor  # int [G], slot of the sums over a group's earlier rows, -1: there are none
+    slots: Tensor  # int [G - E], where the sums of open groups are stored; -1: nowhere
+
+
+@dataclass(frozen=True, slots=True)
+class CompressConfig:
+    """A program pools one group over all D channels, so that the norm needs no second pass."""
+
+    rows: int  # of a group, loaded at once; blocks of so many are a compile-time count, rounded up to a power of two
+    num_warps: int  # of 128 channels each: every thread holds 4 channels of all rows, and pooling needs no exchange
+
+
+def compress_config(dim: int, slots: int) -> CompressConfig:
+    """Groups of up to 8 rows at once; longer groups 16 rows at a time, so that 64 KB are in flight per program."""
+    if slots <= 8:
+        return CompressConfig(triton.next_power_of_2(max(slots, 1)), max(1, dim // 128))
+    return CompressConfig(16, 2 * max(1, dim // 128))
+
+
+@triton.jit
+def _load_rows(
+    column, source, kept, rows, rows_stride, carried, num_carried, num_tokens, state_pages, state_page_bytes,
+    STATE_ENTRIES: tl.constexpr, WIDTH: tl.constexpr, other,
+):  # fmt: skip
+    """Values [ROWS, D] at `column` of rows `source`: carried in state pages, of this step, or (the last) empty."""
+    old = kept & (source < num_carried)
+    slot = tl.load(carried + source, mask=old, other=0).to(tl.int64)
+    page = state_pages + slot // STATE_ENTRIES * state_page_bytes + slot % STATE_ENTRIES * (WIDTH * 4)
+    carried_row = page.to(tl.pointer_type(tl.float32))
+    new = kept & (source >= num_carried) & (source < num_carried + num_tokens)
+    step_row = rows + (source - num_carried) * rows_stride
+    from_state = tl.load(carried_row[:, None] + column, mask=old[:, None], other=other)
+    from_step = tl.load(step_row[:, None] + column, mask=new[:, None], other=other)
+    return tl.where(old[:, None], from_state, from_step)
+
+
+@triton.jit
+def compress_kernel(
+    rows, rows_stride, num_tokens, norm, sources, num_slots, num_groups, num_entries,
+    carried, num_carried, state_pages, state_page_bytes, store_rows, store_slots,
+    carried_sums, sum_slots, sum_pages, sum_page_bytes,
+    pages, page_bytes, entry_slots, rope, latent, stored, eps,
+    OVERLAP: tl.constexpr, HADAMARD: tl.constexpr, ROPE: tl.constexpr, BF16: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    layout: tl.constexpr, ENTRIES: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Programs 0 .. num_groups - 1 pool a group each; the others copy one state row each.
+
+    The first num_entries groups are complete and become entries, the others extend sums.
+    """
+    D: tl.constexpr = layout.dim
+    WIDTH: tl.constexpr = 4 * D if OVERLAP else 2 * D
+    program = tl.program_id(0)
+    if program >= num_groups:
+        token = tl.load(store_rows + program - num_groups)
+        slot = tl.load(store_slots + program - num_groups).to(tl.int64)
+        if slot >= 0:
+            column = tl.arange(0, WIDTH)
+            row = tl.load(rows + token * rows_stride + column)
+            page = state_pages + slot // STATE_ENTRIES * state_page_bytes + slot % STATE_ENTRIES * (WIDTH * 4)
+            tl.store(page.to(tl.pointer_type(tl.float32)) + column, row)
+    else:
+        complete = program < num_entries
+        target = tl.load(entry_slots + program, mask=complete, other=0).to(tl.int64)
+        if SUM_ENTRIES > 0:
+            target += tl.load(sum_slots + program - num_entries, mask=program >= num_entries, other=0).to(tl.int64)
+        if target >= 0:
+            column = tl.arange(0, D)[None, :]
+            m = tl.full((1, D), float("-inf"), tl.float32)
+            s = tl.zeros((1, D), tl.float32)
+            v = tl.zeros((1, D), tl.float32)
+            if SUM_ENTRIES > 0:
+                before = tl.load(carried_sums + program).to(tl.int64)
+                if before >= 0:
+                    record = sum_pages + before // SUM_ENTRIES * sum_page_bytes + before % SUM_ENTRIES * (3 * D * 4)
+                    sums = record.to(tl.pointer_type(tl.float32)) + column
+                    m, s, v = tl.load(sums), tl.load(sums + D), tl.load(sums + 2 * D)
+            for block in range(BLOCKS):
+                index = block * ROWS + tl.arange(0, ROWS)
+                kept = index < num_slots
+                source = tl.load(sources + program.to(tl.int64) * num_slots + index, mask=kept, other=num_carried + num_tokens)
+                if tl.min(source, 0) < num_carried + num_tokens:
+                    if OVERLAP:  # the first half of a row serves the next group, the second its own
+                        place = column + tl.where(index < num_slots // 2, 0, D)[:, None]
+                    else:
+                        place = column + tl.zeros((ROWS, 1), tl.int32)
+                    score = _load_rows(
+                        place + WIDTH // 2, source, kept, rows, rows_stride, carried, num_carried, num_tokens, state_pages,
+                        state_page_bytes, STATE_ENTRIES, WIDTH, float("-inf"),
+                    )  # fmt: skip
+                    value = _load_rows(
+                        place, source, kept, rows, rows_stride, carried, num_carried, num_tokens, state_pages, state_page_bytes,
+                        STATE_ENTRIES, WIDTH, 0.0,
+                    )  # fmt: skip
+                    top = tl.maximum(m, tl.max(score, 0, keep_dims=True))
+                    weight = tl.exp(score - top)
+                    before_weight = tl.exp(m - top)
+                    s = s * before_weight + tl.sum(weight, 0, keep_dims=True)
+                    v = v * before_weight + tl.sum(weight * value, 0, keep_dims=True)
+                    m = top
+            if complete:
+                x = round_like(v / s, BF16)
+                finish_row(
+                    x, norm, eps, rope, program, pages, page_bytes, target + tl.zeros((1,), tl.int64), latent, stored,
+                    True, ROPE, HADAMARD, BF16, layout, ENTRIES,
+                )  # fmt: skip
+            else:
+                if SUM_ENTRIES > 0:
+                    record = sum_pages + target // SUM_ENTRIES * sum_page_bytes + target % SUM_ENTRIES * (3 * D * 4)
+                    sums = record.to(tl.pointer_type(tl.float32)) + column
+                    tl.store(sums, m)
+                    tl.store(sums + D, s)
+                    tl.store(sums + 2 * D, v)
+
+
+def compress(
+    rows: Tensor,
+    norm: Tensor,
+    sources: Tensor,
+    carried: Tensor,
+    state: Pages,
+    store_rows: Tensor,
+    store_slots: Tensor,
+    entries: Pages,
+    entry_slots: Tensor,
+    rope: Tensor,
+    *,
+    overlap: bool,
+    rotate_keys: bool,
+    eps: float,
+    dtype: torch.dtype,
+    sums: Sums | None = None,
+    latent: Tensor | None = None,
+    stored: Tensor | None = None,
+    config: CompressConfig | None = None,
+) -> None:
+    """Store the entries that this step completes and the state rows that later steps read; as the reference, facts as tensors.
+
+    Args:
+        rows: fp32 [T, 2 c D], contiguous in the last dim.
+        norm: fp32 [D].
+        sources: int64 [G, slots] into carried rows, then the step's tokens, then one empty row.
+        carried: int [C], state slots of rows of earlier steps.
+        store_rows, store_slots: int [n], tokens of this step and the state slots that take their rows; -1 stores nothing.
+        entry_slots: int [E], E <= G, of the groups that are complete; -1 skips the group, so that a captured graph can hold groups
+            that most of its replays leave open.
+        rope: complex64 [E, rope_dim / 2].
+        sums: ratio 128's sums, else None. Their state is a ring, whose rows are written after all groups have read theirs.
+        latent, stored: [E, D] in `dtype` and fp32; receive the entries before RoPE, and the rows that were packed.
+    """
+    groups, slots = sources.shape
+    dim, layout = norm.shape[0], entries.layout
+    tokens, num_store, width = len(rows), len(store_rows), (4 if overlap else 2) * norm.shape[0]
+    assert dim == layout.dim and dim & (dim - 1) == 0, (
+        f"the kernels store entries of {layout.dim} values, a power of two, not {dim}; use backend=reference"
+    )
+    assert rows.shape[1] == width == state.layout.dim and rows.stride(1) == 1, f"rows {tuple(rows.shape)}, state {state.layout}"
+    assert rows.dtype == norm.dtype == torch.float32, f"rows are {rows.dtype}, norm {norm.dtype}; both must be fp32"
+    assert len(entry_slots) == len(rope) <= groups, f"{len(entry_slots)} slots and {len(rope)} rotations for {groups} groups"
+    assert sums is not None or len(entry_slots) == groups, f"{groups} groups, {len(entry_slots)} complete, and no sums"
+    assert sums is None or sums.carried.shape == (groups,), f"{len(sums.carried)} carried sums for {groups} groups"
+    config = config or compress_config(dim, slots)
+    arguments = (
+        rows, rows.stride(0), tokens, norm, sources, slots, groups, len(entry_slots),
+        carried, len(carried), state.data, state.data.stride(0), store_rows, store_slots,
+        *((sums.carried, sums.slots, sums.pages.data, sums.pages.data.stride(0)) if sums is not None else (None, None, None, 0)),
+        entries.data, entries.data.stride(0), entry_slots, torch.view_as_real(rope), latent, stored, eps,
+    )  # fmt: skip
+    constants: dict[str, Any] = {
+        "OVERLAP": overlap, "HADAMARD": rotate_keys, "ROPE": 2 * rope.shape[1], "BF16": dtype == torch.bfloat16,
+        "ROWS": config.rows, "BLOCKS": triton.next_power_of_2(triton.cdiv(slots, config.rows)), "layout": layout, "ENTRIES": entries.entries_per_page, "STATE_ENTRIES": state.entries_per_page,
+        "SUM_ENTRIES": sums.pages.entries_per_page if sums is not None else 0, "num_warps": config.num_warps,
+    }  # fmt: skip
+    if sums is None:
+        if groups + num_store:
+            compress_kernel[(groups + num_store,)](*arguments, **constants)
+        return
+    if groups:
+        compress_kernel[(groups,)](*arguments, **constants)
+    if num_store:  # a ring: a new row lies where an old one was read
+        state_store_kernel[(num_store,)](
+            rows, rows.stride(0), store_rows, store_slots, state.data, state.data.stride(0), WIDTH=width,
+            STATE_ENTRIES=state.entries_per_page, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def state_store_kernel(
+    rows, rows_stride, store_rows, store_slots, state_pages, state_page_bytes, WIDTH: tl.constexpr, STATE_ENTRIES: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0)
+    token = tl.load(store_rows + program)
+    slot = tl.load(store_slots + program).to(tl.int64)
+    if slot >= 0:
+        column = tl.arange(0, WIDTH)
+        row = tl.load(rows + token * rows_stride + column)
+        page = state_pages + slot // STATE_ENTRIES * state_page_bytes + slot % STATE_ENTRIES * (WIDTH * 4)
+        tl.store(page.to(tl.pointer_type(tl.float32)) + column, row)
+
+
+def aot_cases() -> list[AotCase]:
+    signature = {
+        "rows": "*fp32", "rows_stride": "i32", "num_tokens": "i32", "norm": "*fp32", "sources": "*i64", "num_slots": "i32",
+        "num_groups": "i32", "num_entries": "i32", "carried": "*i32", "num_carried": "i32", "state_pages": "*u8",
+        "state_page_bytes": "i32", "store_rows": "*i64", "store_slots": "*i64", "pages": "*u8", "page_bytes": "i32",
+        "entry_slots": "*i32", "rope": "*fp32", "eps": "fp32",
+    }  # fmt: skip
+    with_sums = {"carried_sums": "*i32", "sum_slots": "*i64", "sum_pages": "*u8", "sum_page_bytes": "i32"}
+    aligned = ("rows", "rows_stride", "norm", "state_pages", "state_page_bytes", "pages", "page_bytes", "rope")
+    kinds = [(4, name) for name in ("bf16", "v4", "v41", "index_bf16", "index_fp8", "index_mxfp4")]
+    kinds += [(128, name) for name in ("bf16", "v4", "v41")] + [(2, name) for name in ("bf16", "v41", "v41_fp4")]
+    cases = []
+    for ratio, name in kinds:
+        layout = layouts.get(name)
+        slots = {4: 8, 2: 2, 128: 128}[ratio]
+        config = compress_config(layout.dim, slots)
+        no_sums: dict[str, Any] = {} if ratio == 128 else dict.fromkeys((*with_sums, "SUM_ENTRIES"), None) | {"SUM_ENTRIES": 0}
+        constants: dict[str, Any] = {
+            "OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "ROPE": 64, "BF16": True, "ROWS": config.rows,
+            "BLOCKS": slots // config.rows, "layout": layout,
+            "ENTRIES": 256 // ratio, "STATE_ENTRIES": 8 if ratio == 128 else 4, "SUM_ENTRIES": 1, "latent": None, "stored": None,
+        }  # fmt: skip
+        cases.append(
+            AotCase(
+                f"compress ratio {ratio} {name}", compress_kernel, signature | (with_sums if ratio == 128 else {}),
+                constants | no_sums, num_warps=config.num_warps,
+                aligned=(*aligned, "sum_pages", "sum_page_bytes") if ratio == 128 else aligned,
+            )
+        )  # fmt: skip
+    state = {n: signature[n] for n in ("rows", "rows_stride", "store_rows", "store_slots", "state_pages", "state_page_bytes")}
+    cases.append(
+        AotCase(
+            "compress state ring", state_store_kernel, state, {"WIDTH": 1024, "STATE_ENTRIES": 8},
+            aligned=("rows", "rows_stride", "state_pages", "state_page_bytes"),
+        )
+    )  # fmt: skip
+    return cases

@@ -1,0 +1,670 @@
+# mypy: allow-untyped-defs, no-check-untyped-defs, disable-error-code="assignment, misc"
+"""One mixing site in one launch: expand of the site before, coefficients, Sinkhorn, collapse and RMSNorm of this one.
+
+A program owns `block_tokens` tokens and one slice of the hidden dimension, of all four streams. The programs of one token block form
+a group: each writes its part of the sums over the hidden dimension, they wait for each other, and each finishes its own slice, whose
+streams it still holds. One hand-over is enough, because with G[j, k] = sum_d h[j] h[k] the norm of the collapsed vector is known from
+the same sums: sum_d (sum_j pre[j] h[j])^2 = sum_jk pre[j] pre[k] G[j, k]. Where `pre` comes from the site before (V4.1) the
+sum of squares is taken directly.
+
+Coefficients are at least as exact as fp32 weights times bf16 streams in TF32, at the same traffic: a weight is kept as the sum
+of two bf16 numbers (16 bits of mantissa, TF32 has 11), and bf16 streams are exact operands of the tensor cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from abyssal.ops._aot import AotCase
+from abyssal.ops.hyper_connection import MixWeights, Site
+
+STREAMS = 4
+# One token's row of partial sums: comb at 0, post at 16, pre at 20; from 24 with the site's own pre G 00, 11, 22, 33, 01, 02, 03,
+# 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2.
+ROW = tl.constexpr(40)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelWeights:
+    """`MixWeights` as the kernel reads them."""
+
+    fn: Tensor  # bf16 [2, 24 or 4, 4 D]: fn is the sum of both; rows in the order comb, post, pre
+    base: Tensor  # fp32 [24 or 4]
+    scale: Tensor  # fp32 [24 or 4]
+
+    @classmethod
+    def prepare(cls, weights: MixWeights) -> KernelWeights:
+        rows = weights.fn.shape[0]
+        if rows not in (24, 4):
+            raise ValueError(f"a site with 4 streams has 24 or 4 coefficients, not {rows}: hc_mult other than 4 is not supported")
+        order = torch.arange(rows, device=weights.fn.device)
+        if rows == 24:
+            order = torch.cat([order[8:], order[4:8], order[:4]])
+        fn = weights.fn[order].float()
+        high = fn.bfloat16()
+        return cls(
+            torch.stack([high, (fn - high.float()).bfloat16()]).contiguous(),
+            weights.base[order].float().contiguous(),
+            weights.scale[order].float().contiguous(),
+        )
+
+
+# Up to so many tokens: block_tokens, block_hidden, steps, warps.
+LAUNCHES = (
+    (2, 2, 32, 1, 4),
+    (8, 8, 64, 1, 4),
+    (64, 16, 128, 1, 4),
+    (256, 32, 128, 1, 8),
+    (1 << 31, 64, 64, 4, 8),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """`splits * steps * block_hidden` is the hidden size; a group is `splits` programs."""
+
+    block_tokens: int
+    block_hidden: int
+    splits: int
+    steps: int
+    num_warps: int
+    num_stages: int
+    one_launch: bool  # the programs of a group wait for each other; otherwise the second half is a launch of its own
+    ticket: bool  # programs take their number when they start: no program waits for one that could not start
+
+    def partial_rows(self, tokens: int) -> int:
+        """Rows of partial sums that a launch needs in the hand-over state."""
+        return triton.cdiv(tokens, self.block_tokens) * self.splits * self.block_tokens
+
+
+def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = True) -> LaunchConfig:
+    """Few tokens: one step, all slices of the hidden dimension at once. Many: larger blocks, that read the weights less often."""
+    block_tokens, block_hidden, steps, num_warps = next(row[1:] for row in LAUNCHES if tokens <= row[0])
+    block_tokens = min(block_tokens, triton.next_power_of_2(tokens))
+    while hidden % block_hidden:
+        block_hidden //= 2
+    if block_hidden < 16:
+        raise ValueError(f"hidden size {hidden} is no multiple of 16: this kernel does not support it; use the reference backend")
+    slices = hidden // block_hidden
+    steps = min(s for s in range(1, slices + 1) if slices % s == 0 and (s >= steps or s == slices))
+    splits = slices // steps
+    # 4 warps: two programs fit on a multiprocessor whatever their registers; 8 warps: one.
+    resident = num_sms * (2 if num_warps == 4 else 1)
+    ticket = triton.cdiv(tokens, block_tokens) * splits > resident
+    return LaunchConfig(block_tokens, block_hidden, splits, steps, num_warps, 2, one_launch and splits > 1, ticket)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverState:
+    """Memory through which the programs of a launch hand their sums over. One per stream of launches, allocated before capture.
+
+    Launches that share it must run one after the other. Every launch leaves the counters as the next one needs them.
+    """
+
+    partials: Tensor  # fp32 [rows, ROW]
+    arrivals: Tensor  # int32 [token blocks]: bit 31 flips when all programs of a group have arrived, the lower bits return to 0
+    ticket: Tensor  # int32 [1]
+
+    @classmethod
+    def allocate(cls, max_tokens: int, hidden: int, device: torch.device | str, num_sms: int | None = None) -> HandoverState:
+        """For launches of up to `max_tokens` tokens with the configs of `launch_config`."""
+        num_sms = num_sms or sm_count(torch.device(device))
+        sizes = {min(max_tokens, size) for limit, *_ in LAUNCHES for size in (limit, max_tokens)}
+        rows = max(launch_config(size, hidden, num_sms).partial_rows(size) for size in sizes)
+        return cls.of_size(rows, max_tokens, device)
+
+    @classmethod
+    def of_size(cls, rows: int, groups: int, device: torch.device | str) -> HandoverState:
+        partials = torch.empty(rows, ROW.value, dtype=torch.float32, device=device)
+        arrivals = torch.zeros(groups, dtype=torch.int32, device=device)
+        return cls(partials, arrivals, torch.zeros(1, dtype=torch.int32, device=device))
+
+
+@lru_cache(maxsize=8)
+def sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def site(
+    source: Tensor,
+    norm_weight: Tensor,
+    weights: KernelWeights | None,
+    state: HandoverState,
+    *,
+    out: Tensor | None = None,
+    post: Tensor | None = None,
+    comb: Tensor | None = None,
+    pre: Tensor | None = None,
+    with_mean: bool = False,
+    rms_eps: float,
+    eps: float,
+    iterations: int,
+    config: LaunchConfig | None = None,
+) -> Site:
+    """`abyssal.ops.hyper_connection.site` for bf16 streams; norm_weight fp32 [D].
+
+    At most as many launches may run at the same time (on several streams, each with a state of its own) as fit on the device
+    together.
+    """
+    tokens, hidden = source.shape[0], source.shape[-1]
+    _check(source, norm_weight, weights, out, post, comb, pre)
+    expanded = out is not None
+    streams = source if source.dim() == 3 and not expanded else source.new_empty(tokens, STREAMS, hidden)
+    x = source.new_empty(tokens, hidden)
+    rows = 0 if weights is None else weights.fn.shape[1]
+    new_pre = source.new_empty(tokens, STREAMS, dtype=torch.float32) if rows else None
+    new_post = source.new_empty(tokens, STREAMS, dtype=torch.float32) if rows == 24 else None
+    new_comb = source.new_empty(tokens, STREAMS, STREAMS, dtype=torch.float32) if rows == 24 else None
+    mean = torch.empty_like(x) if with_mean else None
+    result = Site(streams, x, new_pre, new_post, new_comb, mean)
+    if tokens == 0:
+        return result
+    config = config or launch_config(tokens, hidden, sm_count(source.device), one_launch=source.is_cuda)
+    groups = triton.cdiv(tokens, config.block_tokens)
+    if state.partials.shape[0] < config.partial_rows(tokens) or state.arrivals.shape[0] < groups:
+        raise ValueError(
+            f"the hand-over state holds {state.partials.shape[0]} rows and {state.arrivals.shape[0]} groups, {tokens} tokens need "
+            f"{config.partial_rows(tokens)} and {groups}: allocate it for more tokens"
+        )
+    kind = "expand" if expanded else "streams" if source.dim() == 3 else "embedding"
+    for phase in ("whole",) if config.one_launch or config.splits == 1 else ("sums", "finish"):
+        hyper_connection_site[(groups * config.splits,)](
+            source, out, post, comb, pre,
+            *((weights.fn, weights.base, weights.scale) if weights is not None else (None, None, None)),
+            norm_weight, streams, x, new_pre, new_post, new_comb, mean,
+            state.partials, state.arrivals, state.ticket,
+            tokens, rms_eps, eps,
+            D=hidden, SOURCE=kind, ROWS=rows, OWN_PRE=pre is None, MEAN=with_mean, PHASE=phase, ITERATIONS=iterations,
+            **_constants(config), num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    return result
+
+
+def expand(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """`abyssal.ops.hyper_connection.expand` for bf16: where the streams change before the next site (V4.1's Engram)."""
+    tokens, hidden = streams.shape[0], streams.shape[-1]
+    _check(streams, None, None, out, post, comb, None)
+    new = torch.empty_like(streams)
+    if tokens == 0:
+        return new
+    block_hidden = 1024 if tokens * hidden > 1 << 20 else 256  # few tokens: more programs
+    while hidden % block_hidden:
+        block_hidden //= 2
+    hyper_connection_expand[(tokens * (hidden // block_hidden),)](
+        streams, out, post, comb, new, D=hidden, BD=block_hidden, num_warps=max(1, block_hidden // 256)
+    )
+    return new
+
+
+def _constants(config: LaunchConfig) -> dict[str, Any]:
+    return {
+        "BT": config.block_tokens,
+        "BD": config.block_hidden,
+        "SPLITS": config.splits,
+        "STEPS": config.steps,
+        "OWNED": triton.next_power_of_2(triton.cdiv(config.block_tokens, config.splits)),
+        "CHUNK": max(1, min(triton.next_power_of_2(config.splits), 32 * config.num_warps // config.block_tokens)),
+        "CHUNK_OWNED": min(triton.next_power_of_2(config.splits), 64),
+        "TICKET": config.ticket and config.one_launch,
+    }
+
+
+def _check(
+    source: Tensor,
+    norm_weight: Tensor | None,
+    weights: KernelWeights | None,
+    out: Tensor | None,
+    post: Tensor | None,
+    comb: Tensor | None,
+    pre: Tensor | None,
+) -> None:
+    """Shapes, dtypes and memory order, each with the value found."""
+    tokens, hidden = source.shape[0], source.shape[-1]
+    if source.dtype != torch.bfloat16:
+        raise TypeError(f"streams are {source.dtype}: this kernel takes torch.bfloat16; use the reference backend")
+    if source.dim() == 3 and source.shape[1] != STREAMS:
+        raise ValueError(f"{source.shape[1]} streams: this kernel takes hc_mult 4; use the reference backend")
+    if source.dim() not in (2, 3) or (out is not None and source.dim() != 3):
+        raise ValueError(f"source has shape {tuple(source.shape)}: streams are [T, 4, D], embeddings [T, D] and are not expanded")
+    if (out is None) != (post is None) or (out is None) != (comb is None):
+        raise ValueError("out, post and comb are given together")
+    if norm_weight is not None and weights is None and pre is None:
+        raise ValueError("without weights the site collapses with a given `pre`")
+    if weights is not None and weights.fn.shape[2] != STREAMS * hidden:
+        raise ValueError(f"fn is for streams of {weights.fn.shape[2] // STREAMS} values, these have {hidden}")
+    shapes = [
+        ("source", source, tuple(source.shape), torch.bfloat16),
+        ("norm_weight", norm_weight, (hidden,), torch.float32),
+        ("out", out, (tokens, hidden), torch.bfloat16),
+        ("post", post, (tokens, STREAMS), torch.float32),
+        ("comb", comb, (tokens, STREAMS, STREAMS), torch.float32),
+        ("pre", pre, (tokens, STREAMS), torch.float32),
+    ]
+    for name, tensor, shape, dtype in shapes:
+        if tensor is not None:
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} has strides {tensor.stride()}: it must be contiguous")
+
+
+@triton.jit
+def _load4(base, at, stride, mask):
+    """Four tensors `stride` apart."""
+    values = ()
+    for k in tl.static_range(4):
+        values = values + (tl.load(base + at + k * stride, mask=mask, other=None if mask is None else 0.0),)
+    return values
+
+
+@triton.jit
+def _store_each(to, values, stride, mask):
+    for k in tl.static_range(len(values)):
+        tl.store(to + k * stride, values[k], mask=mask)
+
+
+@triton.jit
+def _floats(values):
+    floats = ()
+    for k in tl.static_range(len(values)):
+        floats = floats + (values[k].to(tl.float32),)
+    return floats
+
+
+@triton.jit
+def _expand(h, out, post, comb):
+    """new[k] = post[k] out + sum_j comb[j, k] h[j], rounded to bf16 (V4 spec 2.3)."""
+    h, out, new = _floats(h), out.to(tl.float32), ()
+    for k in tl.static_range(4):
+        value = post[k] * out
+        for j in tl.static_range(4):
+            value += comb[4 * j + k] * h[j]
+        new = new + (value.to(tl.bfloat16),)
+    return new
+
+
+@triton.jit
+def _collapse(n, pre):
+    """x = sum_k pre[k] n[k], rounded to bf16 (V4 spec 2.2, step 8)."""
+    n = _floats(n)
+    x = (pre[0][:, None] * n[0] + pre[1][:, None] * n[1]) + (pre[2][:, None] * n[2] + pre[3][:, None] * n[3])
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _project(sums, n, high, low, mask):
+    """sums[k] [BT, 32] += n[k] fn[k]^T over the columns at hand: one sum per stream, because a chain of products waits on itself."""
+    new = ()
+    for k in tl.static_range(4):
+        # The selection changes nothing, but keeps the compiler from moving all loads into the layout of the product.
+        z = tl.where(mask, n[k], 0.0)
+        new = new + (tl.dot(z, low[k], tl.dot(z, high[k], sums[k])),)
+    return new
+
+
+@triton.jit
+def _gram(n):
+    """G 00, 11, 22, 33, 01, 02, 03, 12, 13, 23 and zeros: [BT, 16]."""
+    n = _floats(n)
+    g00, g11, g22, g33 = (
+        tl.sum(n[0] * n[0], axis=1),
+        tl.sum(n[1] * n[1], axis=1),
+        tl.sum(n[2] * n[2], axis=1),
+        tl.sum(n[3] * n[3], axis=1),
+    )
+    g01, g02, g03 = tl.sum(n[0] * n[1], axis=1), tl.sum(n[0] * n[2], axis=1), tl.sum(n[0] * n[3], axis=1)
+    g12, g13, g23 = tl.sum(n[1] * n[2], axis=1), tl.sum(n[1] * n[3], axis=1), tl.sum(n[2] * n[3], axis=1)
+    zero = tl.zeros_like(g00)
+    return _pack((g00, g11, g22, g33, g01, g02, g03, g12, g13, g23, zero, zero, zero, zero, zero, zero))
+
+
+@triton.jit
+def _pack(values):
+    """2^k tensors [n] -> [n, 2^k]."""
+    if len(values) == 1:
+        return tl.reshape(values[0], (values[0].shape[0], values[0].numel // values[0].shape[0]))
+    else:
+        half: tl.constexpr = len(values) // 2
+        joined = ()
+        for i in tl.static_range(half):
+            joined = joined + (tl.join(values[i], values[i + half]),)
+        return _pack(joined)
+
+
+@triton.jit
+def _unpack(tiles, COLUMNS: tl.constexpr):
+    """Tiles [n, COLUMNS] -> their columns, tensors [n], those of one tile far apart: column 0 of each, column 1 of each, ..."""
+    if COLUMNS == 1:
+        columns = ()
+        for i in tl.static_range(len(tiles)):
+            columns = columns + (tl.reshape(tiles[i], (tiles[i].shape[0],)),)
+        return columns
+    else:
+        even, odd = (), ()
+        for i in tl.static_range(len(tiles)):
+            first, second = tl.split(tl.reshape(tiles[i], (tiles[i].shape[0], COLUMNS // 2, 2)))
+            even, odd = even + (first,), odd + (second,)
+        return _unpack(even + odd, COLUMNS // 2)
+
+
+@triton.jit
+def _reciprocals(values):
+    """1 / values, which lie between 1e-7 and 1e7: the guards of a division against other divisors cost half of Sinkhorn's time."""
+    results = ()
+    for k in tl.static_range(4):
+        if INTERPRETED:
+            result = 1.0 / values[k]
+        else:
+            result = tl.inline_asm_elementwise(
+                "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values[k]], dtype=tl.float32, is_pure=True, pack=1
+            )
+        results = results + (result,)
+    return results
+
+
+@triton.jit
+def _denominators(m, stride: tl.constexpr, step: tl.constexpr, factors, before, eps):
+    """Per row (stride 4, step 1) or column (stride 1, step 4) of m: its sum under the other side's factors + eps times its own."""
+    results = ()
+    for i in tl.static_range(4):
+        low = m[i * stride] * factors[0] + m[i * stride + step] * factors[1]
+        high = m[i * stride + 2 * step] * factors[2] + m[i * stride + 3 * step] * factors[3]
+        results = results + (low + high + eps * before[i],)
+    return results
+
+
+@triton.jit
+def _sinkhorn(raw, eps, ITERATIONS: tl.constexpr):
+    """raw [n, 32], columns 0 to 15 the logits -> comb, 16 x [n], row-major (V4 spec 2.2, step 7).
+
+    Every matrix on the way is r[j] m[j, k] c[k]; only the factors change. Dividing row j by its sum + eps turns 1 / r[j] into
+    sum_k m[j, k] c[k] + eps / r[j]: the denominators R = 1 / r and C = 1 / c are what is carried.
+    """
+    logits, m = _unpack((raw,), 32), ()
+    for j in tl.static_range(4):
+        a, b, c, d = logits[4 * j], logits[4 * j + 1], logits[4 * j + 2], logits[4 * j + 3]
+        top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+        a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
+        total = (a + b) + (c + d)
+        m = m + (a / total + eps, b / total + eps, c / total + eps, d / total + eps)
+    one = tl.full((raw.shape[0],), 1.0, tl.float32)
+    R = (one, one, one, one)
+    r = R
+    C = _denominators(m, 1, 4, r, R, eps)
+    c = _reciprocals(C)
+    for _ in range(ITERATIONS - 1):
+        R = _denominators(m, 4, 1, c, R, eps)
+        r = _reciprocals(R)
+        C = _denominators(m, 1, 4, r, C, eps)
+        c = _reciprocals(C)
+    comb = ()
+    for j in tl.static_range(4):
+        for k in tl.static_range(4):
+            comb = comb + (r[j] * m[4 * j + k] * c[k],)
+    return comb
+
+
+@triton.jit
+def _sum_splits(
+    partials, first_row, rows, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Sum over the programs of a group, always in the same order: tokens first_row.., columns first_column.. -> [ROWS, COLUMNS]."""
+    element = tl.arange(0, ROWS * COLUMNS)
+    row = first_row + element // COLUMNS
+    at = row * ROW + first_column + element % COLUMNS
+    tile = tl.zeros((CHUNK, ROWS * COLUMNS), tl.float32)
+    for first in range(0, SPLITS, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        mask = (row < rows)[None, :] & (split < SPLITS)[:, None]
+        tile += tl.load(partials + split[:, None] * (STRIDE * ROW) + at[None, :], mask=mask, other=0.0)
+    return tl.reshape(tl.sum(tile, axis=0), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _hand_over(arrivals, split, SPLITS: tl.constexpr):
+    """Wait until all programs of the group have arrived. What they stored before is visible after.
+
+    The first program adds 2^31 - (SPLITS - 1), every other 1: together they flip bit 31 and leave the rest as it was, so that nobody
+    resets the counter and launches with other splits can follow.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals, tl.where(split == 0, 2147483647 - (SPLITS - 2), 1), sem="acq_rel", scope="gpu")
+    now = before
+    while (before ^ now) >= 0:
+        now = tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [arrivals], dtype=tl.int32, is_pure=False, pack=1
+        )
+    tl.debug_barrier()
+
+
+@triton.jit
+def _coefficients(
+    partials, base, scale, pre_out, post_out, comb_out, first_row, rows, rms_eps, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, ITERATIONS: tl.constexpr,
+    BT: tl.constexpr, SPLITS: tl.constexpr, OWNED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """pre, post and comb of the tokens that this program owns (V4 spec 2.2, steps 2 to 7)."""
+    column = tl.arange(0, 32)
+    local = first_row + tl.arange(0, OWNED)
+    valid = local < rows
+    sums = _sum_splits(partials, first_row, rows, 0, OWNED, 32, BT, SPLITS, CHUNK)
+    last_square: tl.constexpr = 27 if OWN_PRE else 24
+    squares = tl.sum(tl.where(((column >= 24) & (column <= last_square))[None, :], sums, 0.0), axis=1)
+    rstd = 1.0 / tl.sqrt(squares / (4 * D) + rms_eps)
+    first: tl.constexpr = 24 - ROWS
+    has = (column >= first) & (column < 24)
+    raw = sums * rstd[:, None] * tl.load(scale + column - first, mask=has, other=0.0)[None, :]
+    raw += tl.load(base + column - first, mask=has, other=0.0)[None, :]
+    gates = tl.sigmoid(raw)
+    at = local[:, None] * 4 + column[None, :]
+    tl.store(pre_out + at - 20, gates + eps, mask=valid[:, None] & ((column >= 20) & (column < 24))[None, :])
+    if ROWS == 24:
+        tl.store(post_out + at - 16, gates * 2.0, mask=valid[:, None] & ((column >= 16) & (column < 20))[None, :])
+        _store_each(comb_out + local * 16, _sinkhorn(raw, eps, ITERATIONS), 1, valid)
+
+
+@triton.jit
+def _own_pre(sums, base, scale, rms_eps, eps, D: tl.constexpr, ROWS: tl.constexpr):
+    """sums [BT, 16]: raw pre, then G -> pre and 1 / rms of the collapsed vector, [BT] each."""
+    v, pre = _unpack((sums,), 16), ()
+    rstd = 1.0 / tl.sqrt(((v[4] + v[5]) + (v[6] + v[7])) / (4 * D) + rms_eps)
+    for k in tl.static_range(4):
+        raw = v[k] * rstd * tl.load(scale + (ROWS - 4 + k)) + tl.load(base + (ROWS - 4 + k))
+        pre = pre + (tl.sigmoid(raw) + eps,)
+    mixed = pre[0] * (pre[1] * v[8] + pre[2] * v[9] + pre[3] * v[10])
+    mixed += pre[1] * (pre[2] * v[11] + pre[3] * v[12]) + pre[2] * pre[3] * v[13]
+    squares = 2.0 * mixed
+    for k in tl.static_range(4):
+        squares += pre[k] * pre[k] * v[4 + k]
+    return pre, 1.0 / tl.sqrt(tl.maximum(squares, 0.0) / D + rms_eps)
+
+
+@triton.jit
+def hyper_connection_expand(source, out, post, comb, streams, D: tl.constexpr, BD: tl.constexpr):
+    """Grid: tokens x slices of the hidden dimension."""
+    token = (tl.program_id(0) // (D // BD)).to(tl.int64)
+    d = tl.program_id(0) % (D // BD) * BD + tl.arange(0, BD)
+    h = _load4(source, token * (4 * D) + d, D, None)
+    old_post, old_comb = _load4(post, token * 4, 1, None), ()
+    for j in tl.static_range(4):
+        old_comb = old_comb + _load4(comb, token * 16 + 4 * j, 1, None)
+    new = _expand(h, tl.load(out + token * D + d), old_post, old_comb)
+    _store_each(streams + token * (4 * D) + d, new, D, None)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def hyper_connection_site(
+    source, out, post, comb, pre, fn, base, scale, norm_weight,
+    streams, x, pre_out, post_out, comb_out, mean, partials, arrivals, ticket, tokens, rms_eps, eps,
+    D: tl.constexpr, SOURCE: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, MEAN: tl.constexpr, PHASE: tl.constexpr,
+    ITERATIONS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, OWNED: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr, TICKET: tl.constexpr,
+):  # fmt: skip
+    """Grid: token blocks x SPLITS, the programs of a token block side by side."""
+    pid = tl.program_id(0)
+    if TICKET:
+        pid = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
+        if pid == tl.num_programs(0) - 1:
+            tl.store(ticket, 0)
+    group, split = pid // SPLITS, pid % SPLITS
+    start = (group * BT).to(tl.int64)  # offsets within the block stay 32 bit
+    left = tokens - group * BT
+    local = tl.arange(0, BT)
+    valid = local < left
+    mask = valid[:, None]
+    streams += start * (4 * D)
+    x += start * D
+    partials += start * (SPLITS * ROW)
+    column = split * (STEPS * BD) + tl.arange(0, BD)
+    y = tl.zeros((BT, BD), tl.bfloat16)
+    n = (y, y, y, y)
+    if not OWN_PRE:
+        given = _load4(pre + start * 4, local * 4, 1, valid)
+
+    if PHASE != "finish":
+        if SOURCE == "expand":
+            old_post = _load4(post + start * 4, local[:, None] * 4, 1, mask)
+            old_comb = ()
+            for j in tl.static_range(4):
+                old_comb = old_comb + _load4(comb + start * 16, local[:, None] * 16 + 4 * j, 1, mask)
+        none = tl.zeros((BT, 32), tl.float32)
+        products = (none, none, none, none)
+        sums = tl.zeros((BT, 16 if OWN_PRE else 2), tl.float32)
+        coefficient = tl.arange(0, 32)
+        first: tl.constexpr = 24 - ROWS
+        has = (coefficient >= first) & (coefficient < 24)
+        for step in range(STEPS):
+            d = column + step * BD
+            at = local[:, None] * (4 * D) + d[None, :]
+            if ROWS > 0:
+                weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
+                high = _load4(fn, weight_at, D, has[None, :])
+                low = _load4(fn + ROWS * 4 * D, weight_at, D, has[None, :])
+            if SOURCE == "embedding":
+                e = tl.load(source + start * D + local[:, None] * D + d[None, :], mask=mask, other=0.0)
+                n = (e, e, e, e)
+            else:
+                n = _load4(source + start * (4 * D), at, D, mask)
+            if SOURCE == "expand":
+                n = _expand(
+                    n, tl.load(out + start * D + local[:, None] * D + d[None, :], mask=mask, other=0.0), old_post, old_comb
+                )
+            if SOURCE != "streams":
+                _store_each(streams + at, n, D, mask)
+            if ROWS > 0:
+                products = _project(products, n, high, low, mask)
+            if OWN_PRE:
+                sums += _gram(n)
+            else:
+                f = _floats(n)
+                squares = (f[0] * f[0] + f[1] * f[1]) + (f[2] * f[2] + f[3] * f[3])
+                y = _collapse(n, given)
+                sums += tl.join(tl.sum(squares, axis=1), tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1))
+                if PHASE == "sums" or STEPS > 1:
+                    tl.store(x + local[:, None] * D + d[None, :], y, mask=mask)
+            if MEAN:
+                f = _floats(n)
+                average = ((f[0] + f[1]) + (f[2] + f[3])) * 0.25
+                tl.store(mean + start * D + local[:, None] * D + d[None, :], average.to(tl.bfloat16), mask=mask)
+        row = partials + (split * BT + local)[:, None] * ROW
+        if ROWS > 0:
+            acc = (products[0] + products[1]) + (products[2] + products[3])
+            tl.store(row + coefficient[None, :], acc, mask=mask & (coefficient < 24)[None, :])
+        tl.store(row + 24 + tl.arange(0, 16 if OWN_PRE else 2)[None, :], sums, mask=mask)
+
+    if PHASE == "whole":
+        if SPLITS > 1:
+            _hand_over(arrivals + group, split, SPLITS)
+        else:
+            tl.debug_barrier()
+
+    if PHASE != "sums":
+        if OWN_PRE:
+            totals = _sum_splits(partials, 0, left, 20, BT, 16, BT, SPLITS, CHUNK)
+            given, factor = _own_pre(totals, base, scale, rms_eps, eps, D, ROWS)
+        else:
+            totals = _sum_splits(partials, 0, left, 25, BT, 1, BT, SPLITS, CHUNK)
+            factor = 1.0 / tl.sqrt(tl.sum(totals, axis=1) / D + rms_eps)
+        for step in range(STEPS):
+            d = column + step * BD
+            at = local[:, None] * D + d[None, :]
+            if OWN_PRE:
+                if PHASE == "finish" or STEPS > 1:
+                    n = _load4(streams, local[:, None] * (4 * D) + d[None, :], D, mask)
+                y = _collapse(n, given)
+            elif PHASE == "finish" or STEPS > 1:
+                y = tl.load(x + at, mask=mask, other=0.0)
+            normed = y.to(tl.float32) * factor[:, None] * tl.load(norm_weight + d)[None, :]
+            tl.store(x + at, normed.to(tl.bfloat16), mask=mask)
+        if ROWS == 24:
+            post_out += start * 4
+            comb_out += start * 16
+        if ROWS > 0 and split * OWNED < BT:
+            _coefficients(
+                partials, base, scale, pre_out + start * 4, post_out, comb_out, split * OWNED, tl.minimum(left, BT),
+                rms_eps, eps, D, ROWS, OWN_PRE, ITERATIONS, BT, SPLITS, OWNED, CHUNK_OWNED,
+            )  # fmt: skip
+
+
+def aot_cases() -> list[AotCase]:
+    """Both orders at the released hidden sizes and every launch shape; the other kinds of site at one size."""
+    types = {name: "*fp32" for name in ("post", "comb", "pre", "base", "scale", "norm_weight", "partials")}
+    types |= {name: "*fp32" for name in ("pre_out", "post_out", "comb_out")}
+    types |= {name: "*bf16" for name in ("source", "out", "fn", "streams", "x", "mean")}
+    types |= {"arrivals": "*i32", "ticket": "*i32", "tokens": "i32", "rms_eps": "fp32", "eps": "fp32"}
+    sites = [
+        ("expand", 24, own, hidden, tokens, "whole")
+        for own in (True, False)
+        for hidden in (5120,)
+        for tokens in (1, 8, 64, 256, 512)
+    ]
+    sites += [("expand", 24, True, hidden, tokens, "whole") for hidden in (4096, 7168) for tokens in (1, 64, 512)]
+    sites += [
+        ("embedding", 24, True, 5120, 8, "whole"),
+        ("streams", 24, False, 5120, 64, "whole"),
+        ("expand", 4, True, 5120, 64, "whole"),
+    ]
+    sites += [
+        ("expand", 0, False, 5120, 64, "whole"),
+        ("expand", 24, True, 5120, 64, "sums"),
+        ("expand", 24, True, 5120, 64, "finish"),
+    ]
+    cases = []
+    for source, rows, own, hidden, tokens, phase in sites:
+        config = launch_config(tokens, hidden, 132)
+        constants = {
+            "D": hidden,
+            "SOURCE": source,
+            "ROWS": rows,
+            "OWN_PRE": own,
+            "MEAN": not own,
+            "PHASE": phase,
+            "ITERATIONS": 20,
+        }
+        order = "own pre" if own else "given pre"
+        cases.append(
+            AotCase(
+                f"site {source} {rows} {order} {phase} D{hidden} T{tokens}",
+                hyper_connection_site,
+                types,
+                constants | _constants(config),
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+                aligned=tuple(name for name, kind in types.items() if kind.startswith("*")),
+            )
+        )
+    names = ("source", "out", "post", "comb", "streams")
+    for block in (256, 1024):
+        signature = {name: types[name] for name in names}
+        constants = {"D": 5120, "BD": block}
+        cases.append(AotCase(f"expand {block}", hyper_connection_expand, signature, constants, block // 256, aligned=names))
+    return cases

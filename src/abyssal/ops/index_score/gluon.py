@@ -1,0 +1,329 @@
+# mypy: allow-untyped-defs
+"""Index scores on Hopper: keys go from memory into registers, are widened there, and meet the queries in a warpgroup product.
+
+The order of the 128 dimensions does not matter to a dot product, so each thread takes 16-byte pieces of a key as they lie in memory,
+calls them the elements that the instruction expects of it, and the queries are stored in that order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from abyssal.kv.layouts import Layout
+from abyssal.ops._aot import HOPPER, AotCase
+from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check, multiprocessors
+
+KEYS = gl.constexpr(KEYS_PER_TILE)
+DIM = gl.constexpr(128)
+
+
+@gluon.constexpr_function
+def _word_layout(pieces):
+    """int32 words [64 keys, pieces of 16 bytes, 4]: lane l holds pieces l % 4 (+ 4) of keys l / 4 and l / 4 + 8 of its warp's 16."""
+    registers = [[0, 0, 1], [0, 0, 2]] + ([[0, 4, 0]] if pieces == 8 else []) + [[8, 0, 0]]
+    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [64, pieces, 4])
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _dimension(k, LAYOUT: gl.constexpr):
+    """Which dimension of a key stands at position k of the product."""
+    if LAYOUT == "index_fp8":
+        # k: 1 element, 2 lane, 1 pair, 2 word, 1 half; dimension: element, pair, word, lane, half
+        return (k & 65) | (((k >> 3) & 1) << 1) | (((k >> 4) & 3) << 2) | (((k >> 1) & 3) << 4)
+    else:
+        # k: 1 element, 2 lane, 2 nibble, 2 word; dimension: nibble, element, word, lane
+        return ((k >> 3) & 3) | ((k & 1) << 2) | (((k >> 5) & 3) << 3) | (((k >> 1) & 3) << 5)
+
+
+@gluon.jit
+def _load_page(pool, page, page_words, live, LAYOUT: gl.constexpr, MMA: gl.constexpr):
+    """Words of a page's keys, and of its scales: one per key."""
+    PIECES: gl.constexpr = 8 if LAYOUT == "index_fp8" else 4
+    WORDS: gl.constexpr = _word_layout(PIECES)
+    base = pool + page.to(gl.int64) * page_words
+    key = gl.arange(0, KEYS, gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))[:, None, None]
+    piece = gl.arange(0, PIECES, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :, None]
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))[None, None, :]
+    words = gl.load(base + key * (PIECES * 4) + piece * 4 + word, mask=live)
+    SCALES: gl.constexpr = gl.SliceLayout(1, MMA) if LAYOUT == "index_fp8" else gl.SliceLayout(1, gl.SliceLayout(2, WORDS))
+    scales = gl.load(base + KEYS * PIECES * 4 + gl.arange(0, KEYS, SCALES), mask=live)
+    return words, scales
+
+
+@gluon.jit
+def _widen_fp8(words, MMA: gl.constexpr):
+    """e4m3 in words [64, 8, 4] -> fp16 [64, 128], the left operand of a product."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        .reg .b32 ab, cd;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 ab, low;
+        cvt.rn.f16x2.e4m3x2 cd, high;
+        mov.b32 {$0, $1}, ab;
+        mov.b32 {$2, $3}, cd;
+        }""",
+        "=h,=h,=h,=h,r",
+        [words],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=True,
+        pack=1,
+    )
+    both = gl.join(gl.join(a, b), gl.join(c, d))  # [64, half and lane, word, element, pair]
+    both = gl.permute(gl.reshape(both, (64, 2, 4, 4, 2, 2)), (0, 1, 3, 5, 2, 4))
+    return gl.convert_layout(gl.reshape(both, (64, 128)), gl.DotOperandLayout(0, MMA, 2))
+
+
+@gluon.jit
+def _pair(words, scale, NIBBLE: gl.constexpr):
+    """bf16 values of nibbles NIBBLE and NIBBLE + 4 of each word, times `scale`, as the halves of an int32.
+
+    The three low bits of e2m1, put at the top of bf16's mantissa and the bottom of its exponent, are the value times 2^-126.
+    """
+    if NIBBLE == 3:
+        sign = words
+        bits = words >> 6
+    else:
+        sign = words << (12 - 4 * NIBBLE)
+        if NIBBLE == 2:
+            bits = words >> 2
+        else:
+            bits = words << (6 - 4 * NIBBLE)
+    code = (sign & -0x7FFF8000) | (bits & 0x01C001C0)
+    return gl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [code, scale], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _widen_mxfp4(words, exponents, MMA: gl.constexpr):
+    """e2m1 in words [64, 4, 4] and four exponent bytes per key -> bf16 [64, 128] times 2^-63, the left operand of a product."""
+    WORDS: gl.constexpr = words.type.layout
+    group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :]
+    exponent = (gl.expand_dims(exponents, 1) >> (8 * group)) & 255
+    # 2^(exponent - 127 + 126 - 63) in both halves: exact from scales of 2^-62 on, finite up to 2^64
+    scale = gl.expand_dims((exponent + 63) * 0x00800080, 2)
+    words, scale = gl.broadcast(words, scale)
+    t0 = _pair(words, scale, 0)
+    t1 = _pair(words, scale, 1)
+    t2 = _pair(words, scale, 2)
+    t3 = _pair(words, scale, 3)
+    all_ = gl.join(gl.join(t0, t1), gl.join(t2, t3))  # [64, lane, word, low bit of the nibble, high bit]
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [all_], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+    )
+    both = gl.permute(gl.join(low, high), (0, 2, 4, 3, 1, 5))
+    return gl.convert_layout(gl.reshape(both, (64, 128)), gl.DotOperandLayout(0, MMA, 2))
+
+
+@gluon.jit
+def _store_query(q, shared, live, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
+    """One query [HEADS, DIM] into shared memory, in the keys' order of dimensions."""
+    QUERY: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))[:, None]
+    k = gl.arange(0, DIM, gl.SliceLayout(0, QUERY))[None, :]
+    values = gl.load(q + head * DIM + _dimension(k, LAYOUT), mask=live)
+    if LAYOUT == "index_fp8":
+        shared.store(values.to(gl.float8e4nv, bitcast=True).to(gl.float16))
+    else:
+        shared.store((values.to(gl.float32) * 9223372036854775808.0).to(gl.bfloat16))  # 2^63, which the keys lack
+
+
+@gluon.jit
+def _half_weights(weights, HEADS: gl.constexpr, MMA: gl.constexpr):
+    return 0.5 * gl.load(weights + gl.arange(0, HEADS, gl.SliceLayout(0, MMA)))
+
+
+@gluon.jit
+def _index_score_kernel_sm90(
+    q,  # [n, b, HEADS, DIM]: bytes of e4m3 for index_fp8, otherwise bf16
+    weights,  # fp32 [n, b, HEADS]
+    pool,  # int32 words of pages
+    page_table,  # int32 [n, table_stride]
+    visible,  # int32 [n, b]
+    out,  # fp32 [n, b, out_stride]
+    maxima,  # fp32 [n, b, maxima_stride], unless MAXIMA is False
+    page_words,
+    table_stride,
+    out_stride,
+    maxima_stride,
+    num_rows,  # n * ceil(b / QUERIES)
+    b,
+    num_entries,
+    LAYOUT: gl.constexpr,
+    HEADS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    ROWS: gl.constexpr,  # num_rows, rounded up to a power of two
+    GROUP: gl.constexpr,
+    MAXIMA: gl.constexpr,
+):
+    """A row of work is QUERIES queries of a sequence against its pages; program p takes tiles [p, p + 1) / programs of all rows'."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+    COUNTS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    TYPE: gl.constexpr = gl.float16 if LAYOUT == "index_fp8" else gl.bfloat16
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], TYPE)
+    q_shared = gl.allocate_shared_memory(TYPE, [QUERIES, HEADS, DIM], SHARED)
+
+    rows = gl.arange(0, ROWS, COUNTS)
+    blocks = (b + QUERIES - 1) // QUERIES
+    seen = gl.zeros([ROWS], gl.int32, COUNTS)
+    for j in gl.static_range(QUERIES):
+        of_row = rows % blocks * QUERIES + j
+        inside = (rows < num_rows) & (of_row < b)
+        seen = gl.maximum(seen, gl.load(visible + rows // blocks * b + of_row, mask=inside, other=0))
+    tiles = (gl.minimum(seen, num_entries) + KEYS - 1) // KEYS
+    ends = gl.associative_scan(tiles, 0, _add)
+    total = gl.sum(tiles, 0).to(gl.int64)
+    begin = (total * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
+    end = (total * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
+    while begin < end:
+        row = gl.sum((ends <= begin).to(gl.int32), 0)
+        row_end = gl.sum(gl.where(rows == row, ends, 0), 0)
+        first = begin - row_end + gl.sum(gl.where(rows == row, tiles, 0), 0)
+        stop = gl.minimum(end, row_end)
+        count = stop - begin
+        begin = stop
+        sequence = row // blocks
+        pages = page_table + sequence.to(gl.int64) * table_stride + first
+        page0 = gl.load(pages)
+        page1 = gl.load(pages + 1, mask=count > 1, other=0)
+        page2 = gl.load(pages + 2, mask=count > 2, other=0)
+        words0, scales0 = _load_page(pool, page0, page_words, True, LAYOUT, MMA)
+        words1, scales1 = _load_page(pool, page1, page_words, count > 1, LAYOUT, MMA)
+
+        query = (sequence * b + row % blocks * QUERIES).to(gl.int64)
+        queries = gl.minimum(b - row % blocks * QUERIES, QUERIES)
+        gl.thread_barrier()
+        for j in gl.static_range(QUERIES):
+            _store_query(q + (query + j) * (HEADS * DIM), q_shared.index(j), j < queries, HEADS, LAYOUT)
+        fence_async_shared()
+        gl.thread_barrier()
+        w = _half_weights(weights + query * HEADS, HEADS, MMA)
+        reach = gl.minimum(gl.load(visible + query), num_entries)
+        out_row = out + query * out_stride
+        best_row = maxima + query * maxima_stride
+
+        for tile in range(count):
+            words, scales = words0, scales0
+            words0, scales0 = words1, scales1
+            words1, scales1 = _load_page(pool, page2, page_words, tile + 2 < count, LAYOUT, MMA)
+            page2 = gl.load(pages + tile + 3, mask=tile + 3 < count, other=0)
+            if LAYOUT == "index_fp8":
+                keys = _widen_fp8(words, MMA)
+            else:
+                keys = _widen_mxfp4(words, scales, MMA)
+            entry = (first + tile) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
+            for j in gl.static_range(QUERIES):
+                if QUERIES > 1:  # a single query's weights stay in registers
+                    w = _half_weights(weights + (query + gl.minimum(j, queries - 1)) * HEADS, HEADS, MMA)
+                    reach = gl.minimum(gl.load(visible + query + j, mask=j < queries, other=0), num_entries)
+                dots = gl.zeros([KEYS, HEADS], gl.float32, MMA)
+                dots = warpgroup_mma(keys, q_shared.index(j).permute((1, 0)), dots, use_acc=False, is_async=True)
+                dots = warpgroup_mma_wait(0, deps=(dots,))
+                # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
+                scores = gl.sum((dots + gl.abs(dots)) * w[None, :], 1)
+                if LAYOUT == "index_fp8":
+                    scores *= scales.to(gl.float32, bitcast=True)  # a positive scale passes the relu
+                gl.store(out_row + j * out_stride + entry, scores, mask=entry < reach)
+                if MAXIMA:
+                    best = gl.max(gl.reshape(gl.where(entry < reach, scores, -float("inf")), (KEYS // GROUP, GROUP)), 1)
+                    group = (first + tile) * (KEYS // GROUP) + gl.arange(0, KEYS // GROUP, best.type.layout)
+                    gl.store(best_row + j * maxima_stride + group, best, mask=group * GROUP < reach)
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """How one launch is cut."""
+
+    programs: int  # persistent programs of one warpgroup, each takes an equal share of all tiles
+    queries: int  # consecutive queries of a sequence that share the keys of a tile
+
+
+def score_config(b: int, multiprocessors: int) -> ScoreConfig:
+    """As many programs as fit: the loads of one hide behind the products of another."""
+    return ScoreConfig(programs=3 * multiprocessors, queries=min(4, triton.next_power_of_2(b)))
+
+
+def index_score(
+    q: Tensor,
+    weights: Tensor,
+    pool: Tensor,
+    page_table: Tensor,
+    visible: Tensor,
+    *,
+    layout: Layout,
+    entries_per_page: int,
+    num_entries: int,
+    out: Tensor | None = None,
+    maxima: Tensor | None = None,
+    config: ScoreConfig | None = None,
+) -> Tensor:
+    """As `abyssal.ops.index_score.triton.index_score`, for compute capability 9.0 and keys of index_fp8 or index_mxfp4.
+
+    mxfp4 scales are exact from 2^-62 to 2^64.
+    """
+    check(q, weights, pool, page_table, visible, layout, entries_per_page, num_entries, maxima)
+    if layout.name == "index_bf16":
+        raise ValueError("index_bf16 keys are read by the portable kernel")
+    n, b, heads, _ = q.shape
+    if out is None:
+        out = torch.empty(n, b, num_entries, dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out
+    assert out.is_contiguous() and out.shape == (n, b, num_entries)
+    config = config or score_config(b, multiprocessors(q))
+    rows = n * -(-b // config.queries)
+    _index_score_kernel_sm90[(config.programs,)](
+        q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
+        weights,
+        pool.view(torch.int32),
+        page_table,
+        visible,
+        out,
+        maxima if maxima is not None else out,
+        pool.shape[1] // 4,
+        page_table.stride(0),
+        num_entries,
+        maxima.shape[-1] if maxima is not None else 0,
+        rows,
+        b,
+        num_entries,
+        LAYOUT=layout.name,
+        HEADS=heads,
+        QUERIES=config.queries,
+        ROWS=triton.next_power_of_2(rows),
+        GROUP=GROUP,
+        MAXIMA=maxima is not None,
+        num_warps=4,
+    )
+    return out
+
+
+def aot_cases() -> list[AotCase]:
+    """Both layouts, Flash's and V4.1's heads."""
+    pointers = {"weights": "*fp32", "pool": "*i32", "page_table": "*i32", "visible": "*i32", "out": "*fp32", "maxima": "*fp32"}
+    scalars = ("page_words", "table_stride", "out_stride", "maxima_stride", "num_rows", "b", "num_entries")
+    return [
+        AotCase(
+            name=f"index_score_sm90[{layout},heads={heads},queries={queries},rows={rows}]",
+            kernel=_index_score_kernel_sm90,
+            signature={"q": "*u8" if layout == "index_fp8" else "*bf16", **pointers, **dict.fromkeys(scalars, "i32")},
+            constants={"LAYOUT": layout, "HEADS": heads, "QUERIES": queries, "ROWS": rows, "GROUP": GROUP, "MAXIMA": True},
+            num_warps=4,
+            aligned=("q", *pointers, "page_words", "out_stride", "maxima_stride"),
+            archs=(HOPPER,),
+        )
+        for layout in ("index_fp8", "index_mxfp4")
+        for heads, queries, rows in ((64, 1, 1), (64, 1, 128), (32, 1, 1), (8, 1, 1), (64, 4, 64), (32, 4, 64))
+    ]

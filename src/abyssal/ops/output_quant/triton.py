@@ -1,0 +1,120 @@
+"""Inverse RoPE of the attention output and its e4m3 quantisation in one pass (V4 spec 2.8, 3.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from abyssal.kv.layouts import Grid
+from abyssal.ops._aot import AotCase
+from abyssal.ops._records import e4m3_codes, e4m3_values, load_rope, rotate, round_like, scale_tiles, store_like, to_fp32
+
+
+@dataclass(frozen=True, slots=True)
+class OutputQuantConfig:
+    """One warp per program, as `qkv_insert`: 16 values per lane and head."""
+
+    heads_per_program: int  # of one token
+
+
+def output_quant_config(tokens: int, heads: int) -> OutputQuantConfig:
+    per_program = 1 if tokens * heads <= 1024 else 4
+    while heads % per_program:
+        per_program //= 2
+    return OutputQuantConfig(per_program)
+
+
+@triton.jit
+def output_quant_kernel(
+    out, out_stride_t, out_stride_h, rope, result, scales,
+    HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, quant: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    """CODES: e4m3 codes to `result` uint8 [T, H, D] and e8m0 bytes to `scales` [T, H, D / tile]; else values in result's type."""
+    program = tl.program_id(0).to(tl.int64)
+    token = program // (HEADS // PER_PROGRAM)
+    head = program % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
+    column = tl.arange(0, D)[None, :]
+    x = to_fp32(tl.load(out + token * out_stride_t + head * out_stride_h + column))
+    cos, sin = load_rope(rope, token, D, ROPE)
+    x = rotate(x, cos, -sin, PER_PROGRAM, D, ROPE)
+    row = token * HEADS + head
+    if quant is None:
+        store_like(result + row * D + column, x)
+    else:
+        scaled, stored, scale = scale_tiles(round_like(x, True), quant, PER_PROGRAM, D)
+        codes = e4m3_codes(scaled)
+        if CODES:
+            tl.store(result + row * D + column, codes)
+            tl.store(scales + row * (D // quant.tile) + tl.arange(0, D // quant.tile)[None, :], stored)
+        else:
+            tiles = tl.reshape(e4m3_values(codes), (PER_PROGRAM, D // quant.tile, quant.tile)) * scale[:, :, None]
+            store_like(result + row * D + column, tl.reshape(tiles, (PER_PROGRAM, D)))
+
+
+def output_quant(
+    out: Tensor, rope: Tensor, tile: int | None, dtype: torch.dtype, *, config: OutputQuantConfig | None = None
+) -> Tensor:
+    """As the reference: [T, H, D] in `dtype`, quantised values already dequantised; for products that read plain values.
+
+    Args:
+        out: bf16 or fp32 [T, H, D], contiguous in D.
+    """
+    result = torch.empty(out.shape, dtype=dtype, device=out.device)
+    grid = Grid(out.shape[2], "e4m3", tile, "ue8m0") if tile is not None and dtype == torch.bfloat16 else None
+    _launch(out, rope, grid, result, None, config)
+    return result
+
+
+def output_quant_e4m3(
+    out: Tensor, rope: Tensor, tile: int, groups: int, *, config: OutputQuantConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales as a grouped FP8 product reads them.
+
+    Returns:
+        e4m3 [T, G, K], K = H D / G consecutive values of a token, and uint8 e8m0 [T, G, K / tile], one scale per `tile` values.
+    """
+    tokens, heads, dim = out.shape
+    assert heads % groups == 0, f"{heads} heads do not divide into {groups} groups"
+    codes = torch.empty(tokens, groups, heads * dim // groups, dtype=torch.float8_e4m3fn, device=out.device)
+    scales = torch.empty(tokens, groups, heads * dim // groups // tile, dtype=torch.uint8, device=out.device)
+    _launch(out, rope, Grid(dim, "e4m3", tile, "ue8m0"), codes.view(torch.uint8), scales, config)
+    return codes, scales
+
+
+def _launch(
+    out: Tensor, rope: Tensor, grid: Grid | None, result: Tensor, scales: Tensor | None, config: OutputQuantConfig | None
+) -> None:
+    tokens, heads, dim = out.shape
+    assert out.stride(2) == 1 and dim & (dim - 1) == 0, (
+        f"heads of {dim} values with strides {out.stride()}; use backend=reference"
+    )
+    assert len(rope) == tokens and rope.is_contiguous(), f"rope is {tuple(rope.shape)} for {tokens} tokens"
+    if tokens == 0:
+        return
+    config = config or output_quant_config(tokens, heads)
+    assert heads % config.heads_per_program == 0, f"{heads} heads are no multiple of {config}"
+    output_quant_kernel[(tokens * heads // config.heads_per_program,)](
+        out, out.stride(0), out.stride(1), torch.view_as_real(rope), result, scales, HEADS=heads,
+        PER_PROGRAM=config.heads_per_program, D=dim, ROPE=2 * rope.shape[1], quant=grid, CODES=scales is not None, num_warps=1,
+    )  # fmt: skip
+
+
+def aot_cases() -> list[AotCase]:
+    signature = {"out": "*bf16", "out_stride_t": "i32", "out_stride_h": "i32", "rope": "*fp32", "scales": "*u8"}
+    return [
+        AotCase(
+            f"output_quant h{heads} tile={tile} codes={codes} x{per_program}", output_quant_kernel,
+            signature | {"result": "*u8" if codes else "*bf16"},
+            {
+                "HEADS": heads, "PER_PROGRAM": per_program, "D": 512, "ROPE": 64, "CODES": codes,
+                "quant": None if tile is None else Grid(512, "e4m3", tile, "ue8m0"),
+            },
+            num_warps=1, aligned=("out", "out_stride_t", "out_stride_h", "rope", "scales", "result"),
+        )
+        for heads, tile, codes in ((64, 128, True), (128, 128, True), (64, 32, True), (64, 128, False), (64, None, False))
+        for per_program in (1, 4)
+    ]  # fmt: skip

@@ -1,0 +1,304 @@
+# mypy: allow-untyped-defs
+"""Top-k on the GPU in one program per row: first among maxima of groups, then among the entries of the best groups.
+
+The k best entries of a row lie in the k groups whose maxima are best (ties: lowest group): each of these groups holds an entry that
+precedes every entry of every other group. So a row of N entries needs no pass over all of them, and no exchange between programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from abyssal.ops._aot import AotCase
+
+GROUP = 16  # entries per maximum, and maxima per maximum of the next level
+TOP_LEVEL = 16384  # values that one program searches at most at its first step; 4096 gives a third step and the same time
+MAX_K = 2048  # GROUP * MAX_K values of the later steps fit into the registers of 1024 threads
+HIDDEN = tl.constexpr(-(2**31))  # below the key of every float but one NaN
+
+
+@dataclass(frozen=True)
+class SelectConfig:
+    """How one launch is cut."""
+
+    levels: int  # 1: entries only; 2: maxima, then entries; 3: maxima of maxima first
+    warps: int
+
+
+def select_config(num_entries: int, k: int) -> SelectConfig:
+    """A level more where the first step would search more than TOP_LEVEL values."""
+    levels, width = 1, num_entries
+    while width > TOP_LEVEL:
+        levels, width = levels + 1, -(-width // GROUP)
+    widest = max(width, GROUP * k if levels > 1 else 0)
+    return SelectConfig(levels, warps=min(32, max(4, triton.next_power_of_2(widest) // 512)))
+
+
+@triton.jit
+def _order(values, valid):
+    """fp32 -> int32 keys of the same order, -0.0 equal to 0.0; invalid ones are HIDDEN."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    return tl.where(valid, bits ^ ((bits >> 31) & 0x7FFFFFFF), HIDDEN)
+
+
+@triton.jit
+def _choose(keys, k):
+    """Marks the k largest keys, lowest index first among equals, HIDDEN ones never -> (chosen, rank among the chosen)."""
+    high = tl.max(keys, 0)
+    low = tl.min(tl.where(keys == HIDDEN, high, keys), 0)
+    count = tl.sum((keys != HIDDEN).to(tl.int32), 0)
+    if count <= k:
+        low = HIDDEN
+        high = HIDDEN
+    # The k-th largest key: at least k keys reach `low`, fewer reach anything above `high`.
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)
+        reach = tl.sum((keys >= middle).to(tl.int32), 0)
+        if reach >= k:
+            low = middle
+        else:
+            high = middle - 1
+        if reach == k:
+            high = middle
+    above = keys > low
+    equal = (keys == low) & (keys != HIDDEN)
+    room = k - tl.sum(above.to(tl.int32), 0)
+    # One scan counts both: at most 2^15 of each precede any entry.
+    before = tl.cumsum((above.to(tl.int32) << 16) + equal.to(tl.int32), 0)
+    equals = before & 0xFFFF
+    chosen = above | (equal & (equals <= room))
+    return chosen, (before >> 16) + tl.minimum(equals, room) - 1
+
+
+@triton.jit
+def _refine(source, row_out, visible, chosen_count, k, K_BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Keys and indices of the members of the `chosen_count` groups in `row_out`, as far as they are visible."""
+    member = tl.arange(0, K_BLOCK * GROUP)
+    inside = member // GROUP < chosen_count
+    index = tl.load(row_out + member // GROUP, mask=inside, other=0) * GROUP + member % GROUP
+    valid = inside & (index < visible)
+    return _order(tl.load(source + index, mask=valid, other=0.0), valid), index
+
+
+@triton.jit
+def _select_topk_kernel(
+    scores,  # fp32 [rows, score_stride]
+    maxima,  # fp32 [rows, maxima_stride]: of GROUP entries
+    tops,  # fp32 [rows, tops_stride]: of GROUP maxima
+    visible,  # int32 [rows]
+    page_table,  # int32 [rows / queries, table_stride]
+    out,  # int32 [rows, k]
+    score_stride,
+    maxima_stride,
+    tops_stride,
+    table_stride,
+    num_entries,
+    k,
+    queries,
+    LEVELS: tl.constexpr,
+    WIDTH: tl.constexpr,  # of the first step
+    K_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ENTRIES: tl.constexpr,  # entries per page; 0: positions are wanted
+):
+    row = tl.program_id(0).to(tl.int64)
+    row_out = out + row * k
+    seen = tl.minimum(tl.load(visible + row), num_entries)
+    groups = tl.cdiv(seen, GROUP)
+    supers = tl.cdiv(groups, GROUP)
+    index = tl.arange(0, WIDTH)
+    if LEVELS == 1:
+        width = seen
+        first = scores + row * score_stride
+    elif LEVELS == 2:
+        width = groups
+        first = maxima + row * maxima_stride
+    else:
+        width = supers
+        first = tops + row * tops_stride
+    keys = _order(tl.load(first + index, mask=index < width, other=0.0), index < width)
+    chosen, rank = _choose(keys, k)
+    if LEVELS == 3:
+        tl.store(row_out + rank, index, mask=chosen)
+        tl.debug_barrier()
+        keys, index = _refine(maxima + row * maxima_stride, row_out, groups, tl.minimum(supers, k), k, K_BLOCK, GROUP)
+        tl.debug_barrier()
+        chosen, rank = _choose(keys, k)
+    if LEVELS >= 2:
+        tl.store(row_out + rank, index, mask=chosen)
+        tl.debug_barrier()
+        keys, index = _refine(scores + row * score_stride, row_out, seen, tl.minimum(groups, k), k, K_BLOCK, GROUP)
+        tl.debug_barrier()
+        chosen, rank = _choose(keys, k)
+    slot = index
+    if ENTRIES > 0:
+        pages = page_table + row // queries * table_stride
+        slot = tl.load(pages + index // ENTRIES, mask=chosen, other=0) * ENTRIES + index % ENTRIES
+    tl.store(row_out + rank, slot, mask=chosen)
+    filler = tl.arange(0, K_BLOCK)
+    tl.store(row_out + filler, -1, mask=(filler >= seen) & (filler < k))
+
+
+@triton.jit
+def _group_maxima_kernel(
+    scores,
+    visible,
+    maxima,
+    tops,
+    score_stride,
+    maxima_stride,
+    tops_stride,
+    num_entries,
+    GROUP: tl.constexpr,
+    TOPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Largest visible score of every GROUP entries, and of every GROUP of these if TOPS."""
+    row = tl.program_id(1).to(tl.int64)
+    seen = tl.minimum(tl.load(visible + row), num_entries)
+    start = tl.program_id(0) * BLOCK
+    if start >= seen:
+        return
+    entry = start + tl.arange(0, BLOCK)
+    values = tl.load(scores + row * score_stride + entry, mask=entry < seen, other=-float("inf"))
+    best = tl.max(values.reshape(BLOCK // GROUP, GROUP), 1)
+    group = start // GROUP + tl.arange(0, BLOCK // GROUP)
+    tl.store(maxima + row * maxima_stride + group, best, mask=group * GROUP < seen)
+    if TOPS:
+        best = tl.max(best.reshape(BLOCK // GROUP // GROUP, GROUP), 1)
+        top = start // (GROUP * GROUP) + tl.arange(0, BLOCK // GROUP // GROUP)
+        tl.store(tops + row * tops_stride + top, best, mask=top * GROUP * GROUP < seen)
+
+
+MAXIMA_BLOCK = 2048  # entries per program: 128 programs for 2^18
+
+
+def select_topk(
+    scores: Tensor,
+    visible: Tensor,
+    k: int,
+    *,
+    maxima: Tensor | None = None,
+    page_table: Tensor | None = None,
+    entries_per_page: int = 64,
+    out: Tensor | None = None,
+    config: SelectConfig | None = None,
+) -> Tensor:
+    """The min(k, visible) best entries of every query, ties to the lowest position.
+
+    Args:
+        scores: fp32 [n, b, N] without NaN; entries at and beyond `visible` are ignored whatever they hold.
+        visible: int32 [n, b], at most N. Read on the GPU: a captured graph follows it.
+        k: 1 to 2048.
+        maxima: fp32 [n, b, >= N / 16], the largest visible score of every 16 entries, as `index_score` writes them; computed if missing.
+        page_table: int32 [n, P]: results are slots page * entries_per_page + row; without it they are positions.
+        out: int32 [n, b, k].
+
+    Returns:
+        int32 [n, b, k], by ascending position, then -1.
+    """
+    n, b, num_entries = scores.shape
+    if not 1 <= k <= MAX_K:
+        raise ValueError(f"select_topk takes k from 1 to {MAX_K}, got {k}")
+    config = config or select_config(num_entries, k)
+    if num_entries > TOP_LEVEL * GROUP ** (config.levels - 1):
+        raise ValueError(f"{num_entries} entries need more than {config.levels} levels")
+    assert scores.dtype == torch.float32 and scores.stride(2) == 1 and scores.stride(0) == b * scores.stride(1)
+    assert visible.dtype == torch.int32 and visible.is_contiguous()
+    if out is None:
+        out = torch.empty(n, b, k, dtype=torch.int32, device=scores.device)
+    if out.numel() == 0:
+        return out
+    assert out.is_contiguous() and (page_table is None or (page_table.dtype == torch.int32 and page_table.stride(1) == 1))
+    groups = max(1, -(-num_entries // GROUP))
+    need_maxima, need_tops = config.levels >= 2 and maxima is None, config.levels == 3
+    if need_maxima:
+        maxima = scores.new_empty(n, b, groups)
+    tops = scores.new_empty(n, b, -(-groups // GROUP)) if need_tops else scores
+    if need_maxima or need_tops:
+        _group_maxima_kernel[(-(-num_entries // MAXIMA_BLOCK), n * b)](
+            scores,
+            visible,
+            maxima,
+            tops,
+            scores.stride(1),
+            maxima.shape[-1] if maxima is not None else 0,
+            tops.shape[-1],
+            num_entries,
+            GROUP=GROUP,
+            TOPS=need_tops,
+            BLOCK=MAXIMA_BLOCK,
+            num_warps=4,
+        )
+    assert maxima is None or (maxima.is_contiguous() and maxima.shape[-1] >= groups)
+    width = num_entries if config.levels == 1 else -(-num_entries // GROUP ** (config.levels - 1))
+    _select_topk_kernel[(n * b,)](
+        scores,
+        maxima if maxima is not None else scores,
+        tops,
+        visible,
+        page_table if page_table is not None else visible,
+        out,
+        scores.stride(1),
+        maxima.shape[-1] if maxima is not None else 0,
+        tops.shape[-1],
+        page_table.stride(0) if page_table is not None else 0,
+        num_entries,
+        k,
+        b,
+        LEVELS=config.levels,
+        WIDTH=max(16, triton.next_power_of_2(width)),
+        K_BLOCK=triton.next_power_of_2(k),
+        GROUP=GROUP,
+        ENTRIES=entries_per_page if page_table is not None else 0,
+        num_warps=config.warps,
+    )
+    return out
+
+
+def aot_cases() -> list[AotCase]:
+    """One, two and three levels, positions and slots."""
+    pointers = {"scores": "*fp32", "maxima": "*fp32", "tops": "*fp32", "visible": "*i32", "page_table": "*i32", "out": "*i32"}
+    strides = ("score_stride", "maxima_stride", "tops_stride")
+    cases = []
+    for num_entries, k, entries in (
+        (8192, 512, 64),
+        (262144, 512, 64),
+        (262144, 1024, 64),
+        (1048576, 512, 64),
+        (131072, 2048, 0),
+    ):
+        config = select_config(num_entries, k)
+        cases.append(
+            AotCase(
+                name=f"select_topk[N={num_entries},k={k},levels={config.levels},entries_per_page={entries}]",
+                kernel=_select_topk_kernel,
+                signature={**pointers, **dict.fromkeys((*strides, "table_stride", "num_entries", "k", "queries"), "i32")},
+                constants={
+                    "LEVELS": config.levels,
+                    "WIDTH": triton.next_power_of_2(-(-num_entries // GROUP ** (config.levels - 1))),
+                    "K_BLOCK": k,
+                    "GROUP": GROUP,
+                    "ENTRIES": entries,
+                },
+                num_warps=config.warps,
+                aligned=(*pointers, *strides, "num_entries", "k"),
+            )
+        )
+    for tops in (False, True):
+        cases.append(
+            AotCase(
+                name=f"group_maxima[tops={tops}]",
+                kernel=_group_maxima_kernel,
+                signature={n: t for n, t in pointers.items() if n not in ("page_table", "out")}
+                | dict.fromkeys((*strides, "num_entries"), "i32"),
+                constants={"GROUP": GROUP, "TOPS": tops, "BLOCK": MAXIMA_BLOCK},
+                aligned=("scores", "maxima", "tops", *strides, "num_entries"),
+            )
+        )
+    return cases

@@ -1,0 +1,59 @@
+"""The gate of the n-gram memory against V4.1 spec 3.8, written out per stream in double."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from abyssal.ops.engram import engram
+
+
+def slow(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = streams.double().clone()
+    for t in range(streams.shape[0]):
+        for i in range(streams.shape[1]):
+            h, k = streams[t, i].double(), key[t, i].double()
+            rstd = ((h @ h / len(h) + eps) * (k @ k / len(k) + eps)) ** -0.5
+            dot = float((h * weight[i].double() * k).sum() * rstd * len(h) ** -0.5)
+            gate = 1 / (1 + math.exp(-math.copysign(math.sqrt(max(abs(dot), 1e-6)), dot)))
+            out[t, i] += gate * value[t].double()
+    return out
+
+
+def draw(tokens: int, dim: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(tokens)
+    return torch.randn(tokens, 4, dim) * 3, torch.randn(tokens, 4, dim), torch.randn(tokens, dim), 1 + torch.randn(4, dim) / 2
+
+
+def test_against_the_formula() -> None:
+    for tokens in (1, 7):
+        streams, key, value, weight = draw(tokens)
+        expected = slow(streams, key, value, weight, 1e-20)
+        torch.testing.assert_close(engram(streams, key, value, weight, 1e-20).double(), expected, rtol=0, atol=3e-6)
+        # opposite keys: gates on the other side of one half
+        expected = slow(streams, -key, value, weight, 1e-20)
+        torch.testing.assert_close(engram(streams, -key, value, weight, 1e-20).double(), expected, rtol=0, atol=3e-6)
+
+
+def test_small_products_keep_a_floor_and_their_sign() -> None:
+    """sqrt of the product is at least 1e-3, so a gate is never within 2.5e-4 of one half."""
+    streams, key = torch.zeros(2, 1, 4), torch.zeros(2, 1, 4)
+    streams[:, 0, 0], key[:, 0, 1] = 1, 1
+    key[0, 0, 0], key[1, 0, 0] = 1e-9, -1e-9
+    gates = engram(streams, key, torch.ones(2, 4), torch.ones(1, 4), 1e-20)[:, 0, 1]
+    torch.testing.assert_close(gates, torch.sigmoid(torch.tensor([1e-3, -1e-3])), rtol=0, atol=1e-7)
+
+
+def test_empty_streams_and_keys_are_finite() -> None:
+    out = engram(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), torch.ones(1, 8), torch.ones(4, 8), 1e-20)
+    torch.testing.assert_close(out, torch.full_like(out, float(torch.sigmoid(torch.tensor(1e-3)))))
+
+
+def test_no_tokens_and_dtype() -> None:
+    streams, key, value, weight = draw(5)
+    assert engram(streams[:0], key[:0], value[:0], weight, 1e-20).shape == (0, 4, 64)
+    rounded = engram(streams.bfloat16(), key.bfloat16(), value.bfloat16(), weight, 1e-20)
+    exact = engram(streams.bfloat16().float(), key.bfloat16().float(), value.bfloat16().float(), weight, 1e-20)
+    assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, exact.bfloat16())
