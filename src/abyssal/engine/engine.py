@@ -6,8 +6,9 @@ import logging
 import time
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
 from abyssal.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from abyssal.engine.grammar import GrammarMasks
 
 log = logging.getLogger("abyssal")
 
@@ -136,9 +140,17 @@ class Engine:
         max_new_tokens = check_request(request, self.info.limits)
         self._requests_seen += 1
         seed = (self.config.seed, self._requests_seen)
-        sampler = SamplerState(request.params, request.prompt_ids, self.info.eos_token_ids, seed, output_ids)
+        mask = None if request.grammar is None else self._grammar_masks.mask(request.grammar)
+        sampler = SamplerState(request.params, request.prompt_ids, self.info.eos_token_ids, seed, output_ids, mask)
         token_ids = [*request.prompt_ids, *output_ids]
         return Sequence(request, self.cache.new_sequence(request.cache_salt), sampler, max_new_tokens, token_ids)
+
+    @cached_property
+    def _grammar_masks(self) -> GrammarMasks:
+        from abyssal.engine.grammar import GrammarMasks  # its library is needed for structured output only, and slow to import
+
+        assert self.tokenizer is not None, "a grammar was compiled, so there is a tokenizer"
+        return GrammarMasks(self.tokenizer, self.info.model_vocab_size, self.info.eos_token_ids)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended."""
