@@ -16,16 +16,15 @@ from abyssal.errors import HandOverError, RequestError
 from abyssal.kv.handover import HandOver
 from abyssal.kv.planner import sequence_cost
 from tests.checkpoint.build import random_v4_checkpoint
+from tests.support.families import FAMILIES, write_small
 from tests.support.small_model import config_dict
 
 PROMPT = random.Random(4).choices(range(2, 160), k=150)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("small")
-    random_v4_checkpoint(path, config_dict([0, 4, 128, 4]), seed=3, quantised=False)
-    return path
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small(request.param, tmp_path_factory.mktemp("small"), seed=3)
 
 
 def engine(model: str | Path, **options: object) -> Engine:

@@ -16,13 +16,15 @@ from abyssal.kv.handover import HandOver, export, restore
 from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache
 from abyssal.kv.prefix import PrefixIndex, block_keys
 from abyssal.kv.specs import BLOCK_TOKENS, ROLL_BACK, plan_caches
-from tests.support.small_model import small_config
+from abyssal.model_config import parse_model_config
+from tests.support.small_model import small_config, v41_config_dict
 from tests.support.tagging import TaggingModel
 
 CPU = torch.device("cpu")
 CONFIG = small_config([0, 4, 128, 4])
-PLAN = plan_caches(CONFIG, "fp32", "bf16", "index_bf16")
+V41_CONFIG = parse_model_config(v41_config_dict([0, 2, 2, 1, 1], [1, 3], [1, 2, 3, 4]))
 PAGES = {"main": 150, "index": 60, "small": 14}
+V41_PAGES = {"main": 180, "index": 60}
 LONGEST = 800
 COMMON = random.Random(0).choices(range(150), k=LONGEST)
 
@@ -50,18 +52,21 @@ class KVMachine(RuleBasedStateMachine):
     """Two engines' caches. Sequences grow by steps of several, with drafts; begin at known prefixes; pause, resume, move and end."""
 
     prefix = True
+    config = CONFIG
+    pages = PAGES
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = TaggingModel(CONFIG)
+        self.model = TaggingModel(self.config)
         self.live: list[Live] = []
         self.paused: list[tuple[KVCache, list[int], int, HandOver | None]] = []  # tokens, and how many were computed
         self.seed = 0
 
     @initialize(small=st.booleans())
     def build(self, small: bool) -> None:
-        sizes = (PAGES, {name: count * 2 // 3 for name, count in PAGES.items()} if small else PAGES)
-        self.caches = [KVCache(PLAN, s, CPU, PrefixIndex("model") if self.prefix else None, "model") for s in sizes]
+        plan = plan_caches(self.config, "fp32", "bf16", "index_bf16")
+        sizes = (self.pages, {name: count * 2 // 3 for name, count in self.pages.items()} if small else self.pages)
+        self.caches = [KVCache(plan, s, CPU, PrefixIndex("model") if self.prefix else None, "model") for s in sizes]
 
     def pick(self, which: int) -> Live:
         return self.live[which % len(self.live)]
@@ -188,9 +193,10 @@ class KVMachine(RuleBasedStateMachine):
             self.live.remove(live)
             live.cache.free(live.seq)
 
-    @rule(cache=st.integers(0, 1), bucket=st.sampled_from(list(PAGES)), part=st.floats(0, 1))
-    def evict(self, cache: int, bucket: str, part: float) -> None:
+    @rule(cache=st.integers(0, 1), which=st.integers(0, 99), part=st.floats(0, 1))
+    def evict(self, cache: int, which: int, part: float) -> None:
         """Memory asks for pages that only the prefix index holds."""
+        bucket = list(self.pages)[which % len(self.pages)]
         pool = self.caches[cache].pools[bucket]
         wanted = int(pool.num_available * part)
         if self.prefix:
@@ -258,16 +264,24 @@ class KVMachineWithoutPrefix(KVMachine):
     prefix = False
 
 
+class V41Machine(KVMachine):
+    config = V41_CONFIG
+    pages = V41_PAGES
+
+
+MACHINES = [KVMachine, KVMachineWithoutPrefix, V41Machine]
+
+
 QUICK = settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize("machine", [KVMachine, KVMachineWithoutPrefix])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_any_order_of_events(machine: type[KVMachine]) -> None:
     run_state_machine_as_test(machine, settings=QUICK)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("machine", [KVMachine, KVMachineWithoutPrefix])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_any_order_of_many_events(machine: type[KVMachine]) -> None:
     run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=1000, stateful_step_count=60))
