@@ -260,8 +260,8 @@ def add_up(
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
     columns = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT)), 0)
     if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-        pointers = gl.expand_dims(out_rows + rows * out_stride, 1) + columns
-        gl.store(pointers, acc.to(out_rows.dtype.element_ty), mask=gl.expand_dims(rows < heads, 1))
+        places = gl.expand_dims(out_rows + rows * out_stride, 1) + columns
+        gl.store(places, acc.to(out_rows.dtype.element_ty), mask=gl.expand_dims(rows < heads, 1))
 
 
 @gluon.jit
