@@ -103,7 +103,7 @@ def variants(row: Row, pair: tuple[str, str], quick: bool) -> dict[str, Callable
     programs = row.tokens * -(-row.heads // 64)
     chosen = portable.best_split(programs, blocks, 132)
     counts = (
-        sorted({c for c in (1, 2, 3, 4, 5, 8, 10) if c <= blocks and programs * c <= 528} | {chosen})
+        sorted({c for c in (1, 2, 3, 4, 5, 8, 10, 16, 33, 65) if c <= blocks and programs * c <= 528} | {chosen})
         if row.tokens <= 256
         else [1]
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from abyssal.kv import layouts
 from abyssal.ops._aot import HOPPER, AotCase
@@ -195,6 +196,7 @@ def attend_kernel(
     else:
         out_rows = partial_out + (part * H + first_head) * D
         out_stride = D
+        gdc_launch_dependents()  # `combine_kernel` waits for this kernel's end by itself
     gl.warp_specialize(
         [
             (

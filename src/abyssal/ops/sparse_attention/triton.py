@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from abyssal.kv import layouts
 from abyssal.ops._aot import AotCase
@@ -147,7 +148,7 @@ def combine(partial: Partial, sink: Tensor, out: Tensor, lse: Tensor) -> None:
     tokens, count, heads, dim = partial.out.shape
     combine_kernel[(tokens * heads,)](
         partial.out, partial.lse, sink, out, out.stride(0), out.stride(1), lse,
-        H=heads, D=dim, count=count, BLOCK=COMBINE_BLOCK, num_warps=4,
+        H=heads, D=dim, count=count, BLOCK=COMBINE_BLOCK, EARLY=out.is_cuda, num_warps=4, launch_pdl=out.is_cuda,
     )  # fmt: skip
 
 
@@ -242,9 +243,12 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def combine_kernel(
-    partial_out, partial_lse, sink, out, out_stride_t, out_stride_h, lse, H: tl.constexpr, D: tl.constexpr, count, BLOCK: tl.constexpr
-):
+    partial_out, partial_lse, sink, out, out_stride_t, out_stride_h, lse, H: tl.constexpr, D: tl.constexpr, count,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Weighted mean of the parts of one head of one token, BLOCK at a time: parts without keys, or beyond `count`, change no bit."""
+    if EARLY:  # launched while the parts are still being written
+        gdc_wait()
     token, head = tl.program_id(0) // H, tl.program_id(0) % H
     first = token.to(tl.int64) * count * H + head
     n = tl.arange(0, BLOCK)
@@ -378,7 +382,7 @@ def aot_cases() -> list[AotCase]:
         "sparse_attention combine",
         combine_kernel,
         parts,
-        {"H": 64, "D": HEAD_DIM, "BLOCK": COMBINE_BLOCK},
+        {"H": 64, "D": HEAD_DIM, "BLOCK": COMBINE_BLOCK, "EARLY": True},
         4,
         aligned=tuple(n for n in parts if n != "count"),
     )
