@@ -596,7 +596,7 @@ def aot_cases() -> list[AotCase]:
         constants |= {"WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
         constants |= {"WEIGH_REGISTERS": WEIGH_REGISTERS, "CONVERT_REGISTERS": CONVERT_REGISTERS}
         name = f"sparse_attention gluon {'+'.join(pair)} splits {count}"
-        reason = "beside the output in 128 registers, addresses that are used once per block"
+        reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
 
     return [attend(pair, count) for pair in PAIRS for count in (1, 2)]
