@@ -22,7 +22,7 @@ RELEASED = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "sli
 PACKED = ("v4", "v4", "index_fp8"), ("v41", "v41_fp4", "index_mxfp4"), ("bf16", "bf16", "index_bf16")
 PLAN = plan_caches(small_config([0, 4, 128, 4]), "fp32", "bf16", "index_bf16")
 PAGES = {"main": 120, "index": 60, "small": 20}
-IDS = [random.Random(2).randrange(160) for _ in range(1000)]
+IDS = random.Random(2).choices(range(160), k=1000)
 
 
 def cache_of(plan=PLAN, pages=PAGES, prefix: bool = False, identity: str = "model") -> KVCache:

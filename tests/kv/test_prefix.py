@@ -84,7 +84,7 @@ def test_equal_blocks_computed_twice_are_held_once():
 
 
 def test_windows_inside_a_chain_go_first_then_the_oldest_leaf():
-    cache = cache_of({"main": 90, "index": 60, "small": 30})
+    cache = cache_of({"main": 80, "index": 60, "small": 30})
     old, new = TOKENS[:1025], TOKENS[500:1525]
     for tokens in (old, new):
         cache.free(computed(cache, tokens, step=256))

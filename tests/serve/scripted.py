@@ -27,7 +27,8 @@ from abyssal.engine.request import (
 )
 from abyssal.errors import EngineDeadError
 from abyssal.serve.app import create_app
-from abyssal.serve.chat import ChatSettings
+from abyssal.serve.chat import ChatFormat
+from abyssal.serve.grammar import GrammarCompiler
 from abyssal.tokenizer import Tokenizer
 
 TINY = Path(abyssal.__file__).parent / "assets" / "tiny-v4"
@@ -170,10 +171,14 @@ class ScriptedClient:
         return RequestUpdate(request.request_id, list(tokens), logprobs, prompt_logprobs, reason, stop)
 
 
-def app_of(client: Any, tokenizer: Tokenizer | None = TOKENIZER, checkpoint_thinks: bool = False, **config: Any) -> FastAPI:
-    return create_app(
-        client, tokenizer, ServerConfig(**config), ChatSettings(checkpoint_thinks, ("none", "minimal", "low", "medium", "high"))
-    )
+GRAMMARS = GrammarCompiler(engine_info(), seconds=60)  # shared: its process takes seconds to start
+
+
+def app_of(
+    client: Any, tokenizer: Tokenizer | None = TOKENIZER, checkpoint_thinks: bool = False, chat: ChatFormat | None = None,
+    **config: Any,
+) -> FastAPI:  # fmt: skip
+    return create_app(client, tokenizer, ServerConfig(**config), chat or ChatFormat(thinking=checkpoint_thinks), GRAMMARS)
 
 
 def http_client(app: FastAPI) -> httpx.AsyncClient:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,11 +20,15 @@ from abyssal.engine.runner import Runner
 from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, sample
 from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
+from abyssal.engine.swap import SwapSpace
 from abyssal.errors import EngineDeadError, RequestError
 from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
 from abyssal.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from abyssal.engine.grammar import GrammarMasks
 
 log = logging.getLogger("abyssal")
 
@@ -57,6 +63,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_swapped: int  # preemptions whose caches were copied to the host
     num_steps: int
     prompt_tokens: int  # computed so far, recomputation included
     cached_tokens: int  # of prompts, taken from the prefix index instead
@@ -96,7 +103,8 @@ class Engine:
             options={name: str(getattr(self.config, name)) for name in _PRINTED_OPTIONS},
             sampling_defaults=load_generation_defaults(folder)[1],
         )
-        self.scheduler = Scheduler(self.cache, self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes)
+        self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._sequences: dict[str, Sequence] = {}
         self._requests_seen = 0
         self._steps = self._prompt_tokens = self._cached_tokens = self._generation_tokens = 0
@@ -132,9 +140,17 @@ class Engine:
         max_new_tokens = check_request(request, self.info.limits)
         self._requests_seen += 1
         seed = (self.config.seed, self._requests_seen)
-        sampler = SamplerState(request.params, request.prompt_ids, self.info.eos_token_ids, seed, output_ids)
+        mask = None if request.grammar is None else self._grammar_masks.mask(request.grammar)
+        sampler = SamplerState(request.params, request.prompt_ids, self.info.eos_token_ids, seed, output_ids, mask)
         token_ids = [*request.prompt_ids, *output_ids]
         return Sequence(request, self.cache.new_sequence(request.cache_salt), sampler, max_new_tokens, token_ids)
+
+    @cached_property
+    def _grammar_masks(self) -> GrammarMasks:
+        from abyssal.engine.grammar import GrammarMasks  # its library is needed for structured output only, and slow to import
+
+        assert self.tokenizer is not None, "a grammar was compiled, so there is a tokenizer"
+        return GrammarMasks(self.tokenizer, self.info.model_vocab_size, self.info.eos_token_ids)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended."""
@@ -233,6 +249,7 @@ class Engine:
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_preemptions=self.scheduler.num_preemptions,
+            num_swapped=self.swap.num_saved,
             num_steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
@@ -295,8 +312,10 @@ class Engine:
             wanted.append((seq, scored, samples))
             rows += [offset + p - start for p in scored] + [offset + count - 1] * samples
             offset += count
+        begun = time.perf_counter()
         logits = self.runner(chunks, rows)
         sampled = self._sample(logits, wanted)
+        self.swap.measure_step(offset, time.perf_counter() - begun)
         return [u for (seq, count), token in zip(scheduled, sampled, strict=True) if (u := self._commit(seq, count, token))]
 
     def _sample(self, logits: Tensor, wanted: list[tuple[Sequence, list[int], bool]]) -> list[SampledToken | None]:

@@ -117,6 +117,7 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("abyssal_sequences_running", "Sequences being computed", stats.num_running)
         yield GaugeMetricFamily("abyssal_sequences_waiting", "Sequences in the queue", stats.num_waiting)
         yield CounterMetricFamily("abyssal_preemptions", "Sequences that gave up their pages", stats.num_preemptions)
+        yield CounterMetricFamily("abyssal_preemptions_swapped", "Of these, copied to the host and back", stats.num_swapped)
         yield CounterMetricFamily("abyssal_engine_steps", "Batches computed", stats.num_steps)
         yield CounterMetricFamily("abyssal_prompt_tokens", "Prompt tokens computed, recomputation included", stats.prompt_tokens)
         yield CounterMetricFamily(
