@@ -129,6 +129,7 @@ class ModelConfig:
     engram: EngramConfig | None
     layers: tuple[LayerPlan, ...]
     draft: Literal["none", "mtp", "dspark"]  # what `mtp.*` holds, if present
+    image_token_id: int | None  # stands for a part of an image in a prompt; None: the model reads text only
 
     @property
     def query_norm(self) -> bool:

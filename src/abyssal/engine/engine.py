@@ -50,10 +50,11 @@ class EngineInfo:
     capacity_tokens: int  # tokens that one sequence can hold in the caches
     options: dict[str, str]  # resolved engine options, printable
     sampling_defaults: dict[str, Any]  # of the checkpoint's generation_config.json, as SamplingParams fields
+    image_token_id: int | None = None
 
     @property
     def limits(self) -> EngineLimits:
-        return EngineLimits(self.vocab_size, self.max_model_len, self.capacity_tokens)
+        return EngineLimits(self.vocab_size, self.max_model_len, self.capacity_tokens, self.image_token_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class Engine:
             capacity_tokens=self.runner.capacity_tokens,
             options={name: str(getattr(self.config, name)) for name in _PRINTED_OPTIONS},
             sampling_defaults=load_generation_defaults(folder)[1],
+            image_token_id=model_config.image_token_id,
         )
         self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes)
         self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
