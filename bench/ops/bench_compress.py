@@ -6,13 +6,11 @@ which completes an entry with its one token; more: one sequence's chunk.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
 import abyssal.ops.compress.triton as kernels
 from abyssal.kv import layouts
-from abyssal.kv.batch import StoreFacts
+from abyssal.kv.batch import CompressFacts, StoreFacts
 from abyssal.ops.compress import compress as reference
 from bench.ops import write_path as wp
 
@@ -20,7 +18,24 @@ ENTRIES, STATE_ENTRIES = 64, 4
 CASES = (("v4 main", 4, "v4"), ("v4 keys", 4, "index_fp8"), ("v4.1 main", 2, "v41_fp4"))
 
 
-def facts(tokens: int, ratio: int) -> tuple[torch.Tensor, int, torch.Tensor]:
+def step(
+    sources: torch.Tensor, carried: torch.Tensor, entry_slots: torch.Tensor, rope: torch.Tensor,
+    carried_sums: torch.Tensor | None = None, sum_slots: torch.Tensor | None = None,
+) -> CompressFacts:  # fmt: skip
+    """Facts of one layer, of kinds `entries`, `state` and `sums`."""
+    none = sources.new_empty(1, 0)
+    return CompressFacts(
+        phases=none[0],
+        sources=sources,
+        carried={"state": carried.unsqueeze(0)},
+        carried_sums={"sums": none if carried_sums is None else carried_sums.unsqueeze(0)},
+        sum_slots={"sums": none if sum_slots is None else sum_slots.unsqueeze(0)},
+        entry_slots={"entries": entry_slots.unsqueeze(0)},
+        rope=rope,
+    )
+
+
+def groups_of(tokens: int, ratio: int) -> tuple[torch.Tensor, int, torch.Tensor]:
     """Sources [E, slots], carried rows, and the tokens whose state is kept."""
     slots = 8 if ratio == 4 else ratio
     if tokens <= 64:  # decoding: all but the last row of an entry are carried
@@ -42,10 +57,12 @@ def main() -> None:
         width = (4 if overlap else 2) * dim
         state = layouts.state_rows(width)
         for tokens in args.tokens:
-            sources, num_carried, kept = facts(tokens, ratio)
+            sources, num_carried, kept = groups_of(tokens, ratio)
             count, slots = sources.shape
             # With overlap an entry reads half of each row.
-            moved = count * slots * 2 * dim * 4 + count * (layout.bytes_per_entry + 64 * 4 + slots * 8) + len(kept) * width * 4 * 2
+            moved = (
+                count * slots * 2 * dim * 4 + count * (layout.bytes_per_entry + 64 * 4 + slots * 8) + len(kept) * width * 4 * 2
+            )
             inputs = []
             for _ in range(wp.copies(tokens, moved)):
                 rows = torch.randn(tokens, width, device=wp.DEVICE)
@@ -54,7 +71,16 @@ def main() -> None:
                 states.view(torch.float32).normal_()
                 norm = torch.rand(dim, device=wp.DEVICE) + 0.5
                 inputs.append(
-                    (rows, norm, data, entry_slots, states, state_slots[:num_carried].int(), state_slots[num_carried:], wp.table(count))
+                    (
+                        rows,
+                        norm,
+                        data,
+                        entry_slots,
+                        states,
+                        state_slots[:num_carried].int(),
+                        state_slots[num_carried:],
+                        wp.table(count),
+                    )
                 )
             base = kernels.compress_config(dim, slots)
             for num_warps in sorted({1, base.num_warps, 2 * base.num_warps, 4 * base.num_warps}):
@@ -65,9 +91,9 @@ def main() -> None:
                     config=config, sources=sources, kept=kept, layout=layout, state=state, overlap=overlap, keys=keys,
                 ):  # fmt: skip
                     kernels.compress(
-                        rows, norm, sources, carried, kernels.Pages(states, state, STATE_ENTRIES), kept, state_slots,
-                        kernels.Pages(data, layout, ENTRIES), entry_slots, rope, overlap=overlap, rotate_keys=keys, eps=1e-6,
-                        dtype=torch.bfloat16, config=config,
+                        rows, norm, step(sources, carried, entry_slots, rope), StoreFacts(kept, state_slots.unsqueeze(0)),
+                        kernels.Pages("state", states, state, STATE_ENTRIES), None, kernels.Pages("entries", data, layout, ENTRIES), 0,
+                        overlap=overlap, rotate_keys=keys, eps=1e-6, dtype=torch.bfloat16, config=config,
                     )  # fmt: skip
 
                 table.time(name, tokens, f"warps {num_warps}", fused, inputs, moved)
@@ -76,16 +102,10 @@ def main() -> None:
                 rows, norm, data, entry_slots, states, carried, state_slots, rope,
                 sources=sources, kept=kept, layout=layout, state=state, overlap=overlap, keys=keys,
             ):  # fmt: skip
-                step = SimpleNamespace(
-                    num_entries=len(sources), num_groups=len(sources), sources=sources, carried={"bench": carried.unsqueeze(0)},
-                    entry_slots={"bench": entry_slots.unsqueeze(0)}, rope=rope,
-                )  # fmt: skip
-                views = wp.view(states, state, STATE_ENTRIES), wp.view(data, layout, ENTRIES)
-                for view in views:
-                    view.spec.spec = view.spec
+                views = wp.view("state", states, state, STATE_ENTRIES), None, wp.view("entries", data, layout, ENTRIES)
                 reference(
-                    rows, norm, step, StoreFacts(kept, state_slots.unsqueeze(0)), *views, 0, overlap=overlap, rotate_keys=keys,
-                    eps=1e-6, dtype=torch.bfloat16,
+                    rows, norm, step(sources, carried, entry_slots, rope), StoreFacts(kept, state_slots.unsqueeze(0)), *views, 0,
+                    overlap=overlap, rotate_keys=keys, eps=1e-6, dtype=torch.bfloat16,
                 )  # fmt: skip
 
             table.time(name, tokens, "eager", chain, inputs, moved)
@@ -106,23 +126,26 @@ def time_ratio_128(table: wp.Table, tokens: int) -> None:
     rings, records = wp.pool(ring, 8 * sequences, 8)[0], wp.pool(record, sequences, 1)[0]
     data, entry_slots = wp.pool(layout, count, 2)
     pages = torch.arange(1, sequences + 1, device=wp.DEVICE)
+    none = pages[:0]
     if count:
-        sources, carried = torch.arange(count * 128, device=wp.DEVICE).view(count, 128), pages[:0]
-        sums = kernels.Sums(kernels.Pages(records, record, 1), torch.full((count,), -1, device=wp.DEVICE), pages[:0])
+        sources, carried = torch.arange(count * 128, device=wp.DEVICE).view(count, 128), none
+        before, after = torch.full((count,), -1, device=wp.DEVICE), none
         kept, ring_slots = torch.arange(tokens - 8, tokens, device=wp.DEVICE), 8 + torch.arange(8, device=wp.DEVICE)
         moved = tokens * 4096 + count * layout.bytes_per_entry
     else:
         sources, carried = torch.arange(sequences, device=wp.DEVICE).view(-1, 1), pages * 8
-        sums = kernels.Sums(kernels.Pages(records, record, 1), pages, pages)
+        before, after = pages, pages
         kept, ring_slots = torch.arange(sequences, device=wp.DEVICE), pages * 8
         moved = sequences * (4096 + 2 * 6144 + 2 * 4096)
+    facts, store = step(sources, carried, entry_slots, wp.table(count), before, after), StoreFacts(kept, ring_slots.unsqueeze(0))
+    ring_pages, sums = kernels.Pages("state", rings, ring, 8), kernels.Pages("sums", records, record, 1)
     for rows_at_once, num_warps in ((8, 4), (16, 8), (16, 4), (8, 8), (32, 16)) if count else ((1, 4), (1, 8)):
         config = kernels.CompressConfig(rows_at_once, num_warps)
         table.time(
             "v4 ratio 128", tokens, f"rows {rows_at_once} warps {num_warps}, 2 launches",
             lambda config: kernels.compress(
-                rows, norm, sources, carried, kernels.Pages(rings, ring, 8), kept, ring_slots, kernels.Pages(data, layout, 2),
-                entry_slots, wp.table(count), overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, sums=sums, config=config,
+                rows, norm, facts, store, ring_pages, sums, kernels.Pages("entries", data, layout, 2), 0, overlap=False,
+                rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, config=config,
             ),
             [(config,)], moved,
         )  # fmt: skip

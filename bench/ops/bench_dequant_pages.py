@@ -27,7 +27,9 @@ def main() -> None:
                 data, slots = wp.pool(layout, entries, ENTRIES)
                 data.random_(0, 120)
                 pages = (slots[::ENTRIES] // ENTRIES).int()
-                inputs.append((data, slots.int(), pages, torch.empty(entries, layout.dim, dtype=torch.bfloat16, device=wp.DEVICE)))
+                inputs.append(
+                    (data, slots.int(), pages, torch.empty(entries, layout.dim, dtype=torch.bfloat16, device=wp.DEVICE))
+                )
             for rows in sorted({max(1, lanes * 32 // layout.dim) for lanes in (16, 32, 64, 128)}):
                 config = kernels.DequantConfig(rows)
                 for whole in (True, False):

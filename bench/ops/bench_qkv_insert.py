@@ -42,7 +42,7 @@ def main() -> None:
 
             def chain(q, kv, rope, data, slots, layout=layout, eps=shape.eps):
                 store = StoreFacts(torch.arange(len(kv), device=wp.DEVICE), slots.unsqueeze(0))
-                return reference(q, kv, rope, wp.view(data, layout, ENTRIES), 0, store, eps)
+                return reference(q, kv, rope, wp.view("window", data, layout, ENTRIES), 0, store, eps)
 
             table.time(shape.name, tokens, "eager", chain, inputs, moved)
             if not args.no_compile and shape.name == "v4-flash":

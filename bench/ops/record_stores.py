@@ -14,7 +14,9 @@ import torch
 import abyssal.ops.compress.triton as compressor
 import abyssal.ops.qkv_insert.triton as kernels
 from abyssal.kv import layouts
+from abyssal.kv.batch import StoreFacts
 from bench.ops import write_path as wp
+from bench.ops.bench_compress import step
 from bench.ops.timing import median_us
 
 TOKENS = (1, 8, 64, 512)
@@ -47,9 +49,10 @@ def pairs(tokens: int) -> Callable[[], None]:
     states.view(torch.float32).normal_()
     index = torch.arange(tokens, device=wp.DEVICE)
     sources, table = torch.stack([index, tokens + index], 1), wp.table(tokens)
+    facts, store_facts = step(sources, state_slots[:tokens], slots, table), StoreFacts(index, state_slots[tokens:].unsqueeze(0))
+    pages, kept = compressor.Pages("entries", data, layout, ENTRIES), compressor.Pages("state", states, state, 4)
     return lambda: compressor.compress(
-        rows, norm, sources, state_slots[:tokens], compressor.Pages(states, state, 4), index, state_slots[tokens:],
-        compressor.Pages(data, layout, ENTRIES), slots, table, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
+        rows, norm, facts, store_facts, kept, None, pages, 0, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16
     )  # fmt: skip
 
 
@@ -73,7 +76,7 @@ def main() -> None:
             try:
                 fn = maker(tokens)
                 row |= {"kernel_us": wp.kernel_us(fn), "graph_us": median_us(fn, [()], repeats=9, calls=50)}
-            except Exception as error:  # the other cells are still worth their time
+            except wp.FAILURES as error:  # the other cells are still worth their time
                 torch.cuda.synchronize()
                 row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
             rows.append(row)

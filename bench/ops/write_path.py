@@ -26,6 +26,7 @@ TOKENS = (1, 8, 64, 512, 4096)
 L2_BYTES = 60 << 20
 ROPE = RopeConfig(64, 160000.0, None)
 DEVICE = "cuda"
+FAILURES = (RuntimeError, AssertionError, ValueError, TypeError, AttributeError, triton.TritonError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,9 @@ def pool(layout: Layout, records: int, entries: int) -> tuple[Tensor, Tensor]:
     return data, order[index // entries] * entries + index % entries
 
 
-def view(data: Tensor, layout: Layout, entries: int) -> RecordView:
+def view(name: str, data: Tensor, layout: Layout, entries: int) -> RecordView:
     """The reference's view of a pool."""
-    return RecordView(data, SimpleNamespace(layout=layout, entries_per_page=entries, name="bench"))  # type: ignore[arg-type]
+    return RecordView(data, SimpleNamespace(layout=layout, entries_per_page=entries, name=name))  # type: ignore[arg-type]
 
 
 class Table:
@@ -97,15 +98,19 @@ class Table:
         row: dict[str, Any] = {"shape": shape, "tokens": tokens, "variant": variant, "bytes": bytes_moved}
         try:
             row["us"] = median_us(fn, inputs, repeats=7)
-        except Exception as error:  # the other variants are still worth their time
+        except FAILURES as error:  # the other variants are still worth their time
             torch.cuda.synchronize()
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
         self.rows.append(row)
         return row.get("us")
 
     def print(self) -> None:
-        print(f"\n{self.title}; empty kernel F = {self.floor:.2f} us; roof = bytes / {COPY_BANDWIDTH / 1e12} TB/s; {device_line()}")
-        print(f"{'shape':12} {'tokens':>6} {'variant':34} {'us':>8} {'us - F':>8} {'roof us':>8} {'% of roof':>9} {'x faster':>8}")
+        print(
+            f"\n{self.title}; empty kernel F = {self.floor:.2f} us; roof = bytes / {COPY_BANDWIDTH / 1e12} TB/s; {device_line()}"
+        )
+        print(
+            f"{'shape':12} {'tokens':>6} {'variant':34} {'us':>8} {'us - F':>8} {'roof us':>8} {'% of roof':>9} {'x faster':>8}"
+        )
         best = {}
         for row in self.rows:
             if "us" in row and not row["variant"].startswith(("eager", "compile")):
@@ -118,9 +123,7 @@ class Table:
                 continue
             roof = row["bytes"] / COPY_BANDWIDTH * 1e6
             ratio = row["us"] / best[row["shape"], row["tokens"]] if (row["shape"], row["tokens"]) in best else float("nan")
-            print(
-                f"{head} {row['us']:8.2f} {row['us'] - self.floor:8.2f} {roof:8.2f} {100 * roof / row['us']:9.0f} {ratio:8.2f}"
-            )
+            print(f"{head} {row['us']:8.2f} {row['us'] - self.floor:8.2f} {roof:8.2f} {100 * roof / row['us']:9.0f} {ratio:8.2f}")
 
     def save(self, path: Path | None) -> None:
         if path is not None:
@@ -133,7 +136,7 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def device_line() -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True).stdout.strip()
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, {commit or 'no commit'}"
 
 

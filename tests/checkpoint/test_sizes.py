@@ -50,8 +50,16 @@ def test_weights_of_v4_equal_the_released_files(preset: str, published: float) -
     assert total == published if preset == "v4-flash" else f"{total / 2**30:.1f}" == str(published)
 
 
+def test_weights_of_v41_equal_the_released_files() -> None:
+    """V4.1 spec 1.4: experts, n-gram tables and the dense backbone, each to the byte; embedding and head were counted apart."""
+    model = load_preset("v4.1-flash")
+    weights, ends = weight_bytes(model, torch.bfloat16), 2_647_654_400
+    assert weights.experts == 288_777_830_400 and weights.on_disk == 202_758_032_400
+    assert weights.rest - grown_in_memory(expected_tensors(model)) == 7_199_094_208 + ends
+
+
 def test_gpus_share_out_whole_experts() -> None:
-    weights = WeightBytes(experts=120, num_experts=12, rest=7)
+    weights = WeightBytes(experts=120, num_experts=12, rest=7, on_disk=1000)
     assert [weights.per_gpu(gpus) for gpus in (1, 2, 5, 12, 20)] == [127, 67, 37, 17, 17] and weights.total == 127
 
 

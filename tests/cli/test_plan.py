@@ -72,6 +72,14 @@ def test_sequences_that_fit_beside_the_weights(call: Call) -> None:
     assert least < four["lengths"][-1]["pages"] and least < 2 * next(n["pages"] for n in four["lengths"] if n["tokens"] == 131072)
 
 
+def test_v41_keeps_its_tables_on_disk(call: Call) -> None:
+    report = planned(call, "--preset", "v4.1-flash", "--gpu-memory", "141GiB", "--gpus", "4")
+    assert f"{report['growing']:.3f}" == "0.869" and report["sequences"] > 0 and report["context"] == 1 << 20
+    assert f"{report['weights']['on_disk']:.1f}" == "188.8" and report["weights"]["total"] < 280
+    assert [bucket["page_bytes"] for bucket in report["buckets"].values()] == [36864, 8704]
+    assert "188.8 GiB, on disk" in " ".join(call("plan", "--preset", "v4.1-flash").out.split())
+
+
 def test_a_stated_cache_size_wins(call: Call) -> None:
     flash = ("--preset", "v4-flash", "--context", "4096", "--kv-cache-bytes", "8GiB")
     report = planned(call, *flash)

@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 import abyssal.ops.compress.triton as kernels
 from abyssal.config import RopeConfig
 from abyssal.kv import layouts
-from abyssal.kv.batch import Chunk, build_batch
+from abyssal.kv.batch import Chunk, CompressFacts, StoreFacts, build_batch
 from abyssal.kv.pool import KVCache
 from abyssal.kv.specs import plan_caches
 from abyssal.model_config import parse_model_config
 from abyssal.ops.compress import accumulate, compress, pool
-from abyssal.ops.compress import pool as pool_rows
 from abyssal.ops.hadamard import hadamard
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.rope import rope_table, rotate
@@ -129,14 +128,23 @@ def test_absent_tokens_have_weight_zero_whatever_the_scores():
 # Kernel
 
 
-def kernel_compress(rows, norm, facts, store, cache, kind, **options):
-    """The kernel on the facts of a step, as the reference takes them."""
-    state, entries = cache.specs[f"{kind}_state"], cache.specs[kind]
-    pages = {s: kernels.Pages(cache.pools[s.bucket].data, s.layout, s.entries_per_page) for s in (state, entries)}
-    kernels.compress(
-        rows, norm, facts.sources, facts.carried[state.name][0], pages[state], store.rows, store.slots[0], pages[entries],
-        facts.entry_slots[kind][0], facts.rope, **options,
-    )  # fmt: skip
+def pages_of(cache: KVCache, kind: str) -> kernels.Pages:
+    spec = cache.specs[kind]
+    return kernels.Pages(kind, cache.pools[spec.bucket].data, spec.layout, spec.entries_per_page)
+
+
+def step_facts(sources, carried, entry_slots, rope, carried_sums=None, sum_slots=None) -> CompressFacts:
+    """Facts of a step of one layer, kinds `entries`, `state` and `sums`."""
+    none = torch.empty(1, 0, dtype=torch.int64, device=DEVICE)
+    return CompressFacts(
+        phases=none[0],
+        sources=sources,
+        carried={"state": carried.unsqueeze(0)},
+        carried_sums={"sums": none if carried_sums is None else carried_sums.unsqueeze(0)},
+        sum_slots={"sums": none if sum_slots is None else sum_slots.unsqueeze(0)},
+        entry_slots={"entries": entry_slots.unsqueeze(0)},
+        rope=rope,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -174,25 +182,26 @@ def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
             facts, store = batch.compress[4], batch.stores[f"{kind}_state"]
             options = {"overlap": True, "rotate_keys": kind == "c4_index", "eps": 1e-6, "dtype": dtype}
             if reference:
-                compress(rows, norm, facts, store, cache.views[f"{kind}_state"], cache.views[kind], 0, **options)
+                compress(rows, norm, facts, store, cache.views[f"{kind}_state"], None, cache.views[kind], 0, **options)
             else:
                 stored = torch.full((facts.num_entries, dim), torch.nan, device=DEVICE)
                 before = cache.pools[cache.specs[kind].bucket].data.clone()
-                kernel_compress(rows, norm, facts, store, cache, kind, stored=stored, **options)
+                pages, state_pages = pages_of(cache, kind), pages_of(cache, f"{kind}_state")
+                kernels.compress(rows, norm, facts, store, state_pages, None, pages, 0, stored=stored, **options)
                 slots, spec = facts.entry_slots[kind][0], cache.specs[kind]
-                pool = cache.pools[spec.bucket].data
+
                 got_state = cache.views[f"{kind}_state"].read(store.slots[0])
                 assert torch.equal(got_state, rows[store.rows])
                 before = written(before, spec.layout, slots, stored, spec.entries_per_page)
                 state = cache.specs[f"{kind}_state"]
                 before = written(before, state.layout, store.slots[0], rows[store.rows], state.entries_per_page)
-                assert torch.equal(pool.cpu(), before)
+                assert torch.equal(cache.pools[spec.bucket].data.cpu(), before)
         starts = [start + n for start, n in zip(starts, cuts, strict=True)]
         if facts.num_entries:
             # Compare what was packed with the reference's rows, recomputed without a record's rounding.
             carried = caches[0].views[f"{kind}_state"].read(facts.carried[f"{kind}_state"][0])
             empty = torch.cat([rows.new_zeros(1, 2 * dim), rows.new_full((1, 2 * dim), -torch.inf)], 1)
-            pooled = pool_rows(torch.cat([carried, rows, empty]), facts.sources, True).to(dtype)
+            pooled = pool(torch.cat([carried, rows, empty]), facts.sources, True).to(dtype)
             expected = rotate(rms_norm(pooled, norm, 1e-6).float(), facts.rope).to(dtype)
             expected = (hadamard(expected) if kind == "c4_index" else expected).float()
             size = expected.abs().amax(-1, keepdim=True)
@@ -202,22 +211,19 @@ def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
 
 def test_kernel_skips_groups_and_rows_of_slot_minus_one():
     layout, state = layouts.get("v4"), layouts.state_rows(2048)
-    pool, state_pool = new_pool(layout, 2), new_pool(state, 2)
+    pages = kernels.Pages("entries", new_pool(layout, 2), layout, ENTRIES)
+    states = kernels.Pages("state", new_pool(state, 2), state, ENTRIES)
     rows, norm = torch.randn(4, 2048, device=DEVICE), torch.ones(512, device=DEVICE)
     sources = torch.tensor([[4, 4, 4, 4, 0, 1, 2, 3]] * 2, device=DEVICE)
     rope = rope_table(torch.tensor([0, 0]), RopeConfig(64, 160000.0, None)).to(DEVICE)
     none = torch.full((2,), -1, device=DEVICE)
-    carried = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    kernels.compress(
-        rows, norm, sources, carried, kernels.Pages(state_pool, state, ENTRIES), torch.arange(2, device=DEVICE), none,
-        kernels.Pages(pool, layout, ENTRIES), none, rope, overlap=True, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
-    )  # fmt: skip
-    assert (pool == POISON).all() and (state_pool == POISON).all()
-    kernels.compress(
-        rows, norm, sources[:0], carried, kernels.Pages(state_pool, state, ENTRIES), none[:0], none[:0],
-        kernels.Pages(pool, layout, ENTRIES), none[:0], rope[:0], overlap=True, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
-    )  # fmt: skip
-    assert (pool == POISON).all() and (state_pool == POISON).all()
+    for n in (2, 0):
+        facts = step_facts(sources[:n], none[:0], none[:n], rope[:n])
+        store = StoreFacts(torch.arange(n, device=DEVICE), none[None, :n])
+        kernels.compress(
+            rows, norm, facts, store, states, None, pages, 0, overlap=True, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16
+        )  # fmt: skip
+        assert (pages.data == POISON).all() and (states.data == POISON).all()
 
 
 @pytest.mark.parametrize("layout", ["bf16", "v41", "v41_fp4"])
@@ -225,9 +231,10 @@ def test_kernel_pools_pairs(layout):
     """Ratio 2 (V4.1 spec 3.6): one carried row, a pair within the step, and the latents before RoPE."""
     torch.manual_seed(0)
     layout, state = layouts.get(layout), layouts.state_rows(1024)
-    pool, state_pool = new_pool(layout, 2), new_pool(state, 2)
+    pages = kernels.Pages("entries", new_pool(layout, 2), layout, ENTRIES)
+    states = kernels.Pages("state", new_pool(state, 2), state, ENTRIES)
     old = torch.randn(1, 1024, device=DEVICE)
-    state_pool[1, 4096 : 2 * 4096] = old.view(torch.uint8)
+    states.data[1, 4096 : 2 * 4096] = old.view(torch.uint8)
     rows, norm = torch.randn(4, 1024, device=DEVICE), torch.rand(512, device=DEVICE) + 0.5
     sources = torch.tensor([[0, 1], [2, 3]], device=DEVICE)
     slots, rope = (
@@ -235,27 +242,46 @@ def test_kernel_pools_pairs(layout):
         rope_table(torch.tensor([10, 500]), RopeConfig(64, 160000.0, None)).to(DEVICE),
     )
     stored = torch.empty(2, 512, device=DEVICE)
-    latent = torch.empty(2, 512, dtype=torch.bfloat16, device=DEVICE)
-    before, state_before = pool.clone(), state_pool.clone()
+    before, state_before = pages.data.clone(), states.data.clone()
     kept = torch.tensor([3], device=DEVICE)
-    kernels.compress(
-        rows, norm, sources, torch.tensor([5], device=DEVICE), kernels.Pages(state_pool, state, ENTRIES), kept, kept,
-        kernels.Pages(pool, layout, ENTRIES), slots, rope, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
-        latent=latent, stored=stored,
+    latent = kernels.compress(
+        rows, norm, step_facts(sources, torch.tensor([5], device=DEVICE), slots, rope), StoreFacts(kept, kept[None]), states, None,
+        pages, 0, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, with_latent=True, stored=stored,
     )  # fmt: skip
-    expected = rms_norm(pool_rows(torch.cat([old, rows]), sources, False).bfloat16(), norm, 1e-6)
+    expected = rms_norm(pool(torch.cat([old, rows]), sources, False).bfloat16(), norm, 1e-6)
     assert ((latent.float() - expected.float()).abs() <= 2**-7 * expected.float().abs()).all()
     turned = rotate(latent.float(), rope)
     assert ((stored - turned).abs() <= 2**-8 * turned.abs().amax(-1, keepdim=True)).all()
-    assert torch.equal(pool.cpu(), written(before, layout, slots, stored))
-    assert torch.equal(state_pool.cpu(), written(state_before, state, kept, rows[3:]))
+    assert torch.equal(pages.data.cpu(), written(before, layout, slots, stored))
+    assert torch.equal(states.data.cpu(), written(state_before, state, kept, rows[3:]))
+
+
+@pytest.mark.parametrize("layout", ["bf16", "v41_fp4"])
+def test_kernel_of_ratio_1_norms_rotates_and_stores(layout):
+    torch.manual_seed(0)
+    layout = layouts.get(layout)
+    pages = kernels.Pages("entries", new_pool(layout, 2), layout, ENTRIES)
+    rows, norm = torch.randn(3, 512, device=DEVICE), torch.rand(512, device=DEVICE) + 0.5
+    slots, stored, before = torch.tensor([6, -1, 1], device=DEVICE), torch.empty(3, 512, device=DEVICE), pages.data.clone()
+    rope = rope_table(torch.tensor([10, 500, 9]), RopeConfig(64, 160000.0, None)).to(DEVICE)
+    latent = kernels.compress(
+        rows, norm, step_facts(slots[:, None], slots[:0], slots, rope), None, None, None, pages, 0, overlap=False, rotate_keys=False,
+        eps=1e-6, dtype=torch.bfloat16, with_latent=True, stored=stored,
+    )  # fmt: skip
+    expected = rms_norm(rows.bfloat16(), norm, 1e-6)
+    assert ((latent.float() - expected.float()).abs() <= 2**-7 * expected.float().abs()).all()
+    turned = rotate(latent.float(), rope)
+    assert ((stored - turned).abs() <= 2**-8 * turned.abs().amax(-1, keepdim=True)).all()
+    assert torch.equal(pages.data.cpu(), written(before, layout, slots, stored))
 
 
 def test_kernel_sums_open_groups_and_completes_them():
     """Ratio 128: an entry from carried sums, carried rows and the step's rows; then the sums of the open group; the ring last."""
     torch.manual_seed(0)
     layout, ring, record = layouts.get("v4"), layouts.state_rows(1024), layouts.state_rows(1536)
-    pool, rings, records = new_pool(layout, 1), new_pool(ring, 2, 8), new_pool(record, 3, 1)
+    pages = kernels.Pages("entries", new_pool(layout, 1), layout, ENTRIES)
+    rings = kernels.Pages("state", new_pool(ring, 2, 8), ring, 8)
+    sums = kernels.Pages("sums", new_pool(record, 3, 1), record, 1)
     sequence = (
         torch.randn(131, 1024, device=DEVICE) * 3
     )  # tokens 0 .. 130; the step starts at 126, rows before 118 are in the sums
@@ -266,27 +292,31 @@ def test_kernel_sums_open_groups_and_completes_them():
         weight = (scores[first:end] - m).exp()
         return torch.cat([m, weight.sum(0), (weight * values[first:end]).sum(0)]).float()
 
-    records[2, : 1536 * 4] = summed(0, 118).view(torch.uint8)
+    sums.data[2, : 1536 * 4] = summed(0, 118).view(torch.uint8)
     for p in range(118, 126):
-        rings[1, p % 8 * 4096 : (p % 8 + 1) * 4096] = sequence[p].view(torch.uint8)
-    carried = torch.tensor([8 + p % 8 for p in range(118, 126)], device=DEVICE)
+        rings.data[1, p % 8 * 4096 : (p % 8 + 1) * 4096] = sequence[p].view(torch.uint8)
     empty = 8 + 5
     entry = [*range(10)] + [empty] * 6  # rows 118 .. 127
     opened = [*range(5)] + [empty] * 11  # rows 118 .. 122
-    rows, norm = sequence[126:], torch.rand(512, device=DEVICE) + 0.5
-    slots, rope = torch.tensor([2], device=DEVICE), rope_table(torch.tensor([0]), RopeConfig(64, 160000.0, None)).to(DEVICE)
-    stored, ring_slots = torch.empty(1, 512, device=DEVICE), torch.tensor([8 + p % 8 for p in range(126, 131)], device=DEVICE)
-    before, ring_before = pool.clone(), rings.clone()
-    sums = kernels.Sums(kernels.Pages(records, record, 1), torch.tensor([2, 2], device=DEVICE), torch.tensor([1], device=DEVICE))
+    slots, ring_slots = torch.tensor([2], device=DEVICE), torch.tensor([8 + p % 8 for p in range(126, 131)], device=DEVICE)
+    facts = step_facts(
+        torch.tensor([entry, opened], device=DEVICE),
+        torch.tensor([8 + p % 8 for p in range(118, 126)], device=DEVICE),
+        slots,
+        rope_table(torch.tensor([0]), RopeConfig(64, 160000.0, None)).to(DEVICE),
+        carried_sums=torch.tensor([2, 2], device=DEVICE),
+        sum_slots=torch.tensor([1], device=DEVICE),
+    )
+    rows, norm, stored = sequence[126:], torch.rand(512, device=DEVICE) + 0.5, torch.empty(1, 512, device=DEVICE)
+    before, ring_before = pages.data.clone(), rings.data.clone()
     kernels.compress(
-        rows, norm, torch.tensor([entry, opened], device=DEVICE), carried, kernels.Pages(rings, ring, 8),
-        torch.arange(5, device=DEVICE), ring_slots, kernels.Pages(pool, layout, ENTRIES), slots, rope, overlap=False,
-        rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, sums=sums, stored=stored,
+        rows, norm, facts, StoreFacts(torch.arange(5, device=DEVICE), ring_slots[None]), rings, sums, pages, 0, overlap=False,
+        rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, stored=stored,
     )  # fmt: skip
     pooled = (values[:128] * scores[:128].softmax(0)).sum(0).float()[None].bfloat16()
-    expected = rotate(rms_norm(pooled, norm, 1e-6).float(), rope)
+    expected = rotate(rms_norm(pooled, norm, 1e-6).float(), facts.rope)
     assert ((stored - expected).abs() <= 2**-7 * expected.abs().amax()).all()
-    assert torch.equal(pool.cpu(), written(before, layout, slots, stored))
-    got = records[1, : 1536 * 4].clone().view(torch.float32)
+    assert torch.equal(pages.data.cpu(), written(before, layout, slots, stored))
+    got = sums.data[1, : 1536 * 4].clone().view(torch.float32)
     torch.testing.assert_close(got, summed(0, 123), rtol=1e-5, atol=1e-5)
-    assert torch.equal(rings.cpu(), written(ring_before, ring, ring_slots, rows, 8))
+    assert torch.equal(rings.data.cpu(), written(ring_before, ring, ring_slots, rows, 8))

@@ -2,11 +2,8 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from abyssal.ops import hyper_connection as hc
 from abyssal.ops.hyper_connection import triton as kernel
@@ -80,39 +77,6 @@ def test_bf16_streams_keep_fp32_coefficients():
 # The kernel
 
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def bf16_bits(x):
-    """fp32 -> bits of the nearest bf16, ties to even."""
-    bits = np.ascontiguousarray(x).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def bf16_values(bits):
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def bf16_interpreter(monkeypatch):
-    """Triton 3.6's interpreter truncates when it casts to bf16 and multiplies bf16 matrices as integers; a GPU does neither."""
-    if KERNEL_DEVICE == "cuda":
-        return
-    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-
-    def convert_float(x, source, target, rounding):
-        if (source, target) == (tl.float32, tl.bfloat16):
-            return bf16_bits(x)
-        return (
-            bf16_values(x).view(np.uint32)
-            if (source, target) == (tl.bfloat16, tl.float32)
-            else convert(x, source, target, rounding)
-        )
-
-    def create_dot(self, a, b, *args):
-        return dot(self, *(interpreter.TensorHandle(bf16_values(x.data), tl.float32) for x in (a, b)), *args)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 def make_site(tokens, hidden, *, own=True, source="expand", rows=24, seed=0, scale=1.0, rms_eps=1e-6, iterations=3):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from abyssal.checkpoint.expected import TensorSpec, expected_tensors
-from abyssal.checkpoint.match import FP4_BLOCK
+from abyssal.checkpoint.match import FP4_BLOCK, ROWS_BLOCK
 from abyssal.config import ModelConfig
 
 
@@ -19,9 +19,11 @@ class WeightBytes:
     experts: int  # routed experts, which several GPUs share out
     num_experts: int
     rest: int  # on every GPU
+    on_disk: int  # V4.1's n-gram tables, read row by row
 
     @property
     def total(self) -> int:
+        """Bytes in memory."""
         return self.experts + self.rest
 
     def per_gpu(self, gpus: int) -> int:
@@ -31,21 +33,28 @@ class WeightBytes:
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> WeightBytes:
     """Bytes of all weights; `dtype` is that of weights which are stored plain. Draft layers are not loaded and not counted."""
-    experts = rest = 0
+    sums = dict.fromkeys(("experts", "rest", "on_disk"), 0)
     for spec in expected_tensors(config).values():
-        size = _tensor_bytes(spec, config, dtype)
-        experts, rest = (experts + size, rest) if spec.pieces else (experts, rest + size)
-    return WeightBytes(experts, config.num_experts, rest)
+        place = "on_disk" if spec.kind == "rows" else "experts" if spec.pieces else "rest"
+        sums[place] += _tensor_bytes(spec, config, dtype)
+    return WeightBytes(num_experts=config.num_experts, **sums)
 
 
 def _tensor_bytes(spec: TensorSpec, config: ModelConfig, dtype: torch.dtype) -> int:
     values = math.prod(spec.shape)
     if spec.kind in ("fp32", "expert_ids"):
         return 4 * values
-    if spec.kind != "linear" or config.quant is None:
+    fp4 = bool(spec.pieces) and config.quant is not None and config.quant.expert_dtype == "fp4"
+    block = FP4_BLOCK if fp4 else _scale_block(spec, config)
+    if block is None:
         return dtype.itemsize * values
-    fp4 = bool(spec.pieces) and config.quant.expert_dtype == "fp4"
-    rows, columns = FP4_BLOCK if fp4 else config.quant.weight_block
     *stack, height, width = spec.shape
-    scales = math.prod(stack) * -(-height // rows) * -(-width // columns)  # one byte each
+    scales = math.prod(stack) * -(-height // block[0]) * -(-width // block[1])  # one byte each
     return (values // 2 if fp4 else values) + scales
+
+
+def _scale_block(spec: TensorSpec, config: ModelConfig) -> tuple[int, int] | None:
+    """Rows and columns of FP8 values that share a scale; None: plain values."""
+    if spec.kind == "rows":
+        return ROWS_BLOCK
+    return config.quant.weight_block if spec.kind == "linear" and config.quant is not None else None

@@ -86,7 +86,12 @@ def _machine(asked: PlanConfig, model: ModelConfig, config: EngineConfig, contex
     weights = weight_bytes(model, getattr(torch, config.dtype))
     report: dict[str, Any] = {
         "gpus": asked.gpus,
-        "weights": {"total": weights.total / GIB, "experts": weights.experts / GIB, "per_gpu": weights.per_gpu(asked.gpus) / GIB},
+        "weights": {
+            "total": weights.total / GIB,
+            "experts": weights.experts / GIB,
+            "per_gpu": weights.per_gpu(asked.gpus) / GIB,
+            "on_disk": weights.on_disk / GIB,
+        },
     }
     if asked.gpu_memory is None and config.kv_cache_bytes is None:
         return report
@@ -146,7 +151,7 @@ def _print(report: dict[str, Any]) -> None:
     weights = report["weights"]
     console.print(
         f"Weights: {weights['total']:.4g} GiB, of which experts {weights['experts']:.4g}; {weights['per_gpu']:.4g} GiB on each of "
-        f"{report['gpus']} GPU(s)."
+        f"{report['gpus']} GPU(s)." + (f" N-gram tables: {weights['on_disk']:.4g} GiB, on disk." if weights["on_disk"] else "")
     )
     if "sequences" in report:
         console.print(

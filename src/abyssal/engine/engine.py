@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from abyssal.engine.runner import Runner
 from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, sample
 from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
+from abyssal.engine.swap import SwapSpace
 from abyssal.errors import EngineDeadError, RequestError
 from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
@@ -61,8 +63,10 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_swapped: int  # preemptions whose caches were copied to the host
     num_steps: int
     prompt_tokens: int  # computed so far, recomputation included
+    cached_tokens: int  # of prompts, taken from the prefix index instead
     generation_tokens: int
     pages_total: dict[str, int]  # by bucket
     pages_free: dict[str, int]  # with those that only the prefix index holds
@@ -99,10 +103,11 @@ class Engine:
             options={name: str(getattr(self.config, name)) for name in _PRINTED_OPTIONS},
             sampling_defaults=load_generation_defaults(folder)[1],
         )
-        self.scheduler = Scheduler(self.cache, self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes)
+        self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._sequences: dict[str, Sequence] = {}
         self._requests_seen = 0
-        self._steps = self._prompt_tokens = self._generation_tokens = 0
+        self._steps = self._prompt_tokens = self._cached_tokens = self._generation_tokens = 0
         self._log_start()
 
     def _log_start(self) -> None:
@@ -244,8 +249,10 @@ class Engine:
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_preemptions=self.scheduler.num_preemptions,
+            num_swapped=self.swap.num_saved,
             num_steps=self._steps,
             prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
             generation_tokens=self._generation_tokens,
             pages_total={str(b): p.num_pages for b, p in pools.items()},
             pages_free={str(b): p.num_available for b, p in pools.items()},
@@ -305,8 +312,10 @@ class Engine:
             wanted.append((seq, scored, samples))
             rows += [offset + p - start for p in scored] + [offset + count - 1] * samples
             offset += count
+        begun = time.perf_counter()
         logits = self.runner(chunks, rows)
         sampled = self._sample(logits, wanted)
+        self.swap.measure_step(offset, time.perf_counter() - begun)
         return [u for (seq, count), token in zip(scheduled, sampled, strict=True) if (u := self._commit(seq, count, token))]
 
     def _sample(self, logits: Tensor, wanted: list[tuple[Sequence, list[int], bool]]) -> list[SampledToken | None]:
@@ -339,6 +348,8 @@ class Engine:
         seq.token_ids.append(token.token_id)
         seq.sampler.append(token.token_id)
         self._generation_tokens += 1
+        if seq.num_output == 1:
+            self._cached_tokens += seq.num_cached
         reason, stop_id = self._finish_reason(seq, token.token_id)
         if reason is not None:
             self._end(seq)

@@ -61,12 +61,14 @@ class HandOver:
             raise HandOverError(f"{len(raw)} bytes are no hand-over of a sequence: {error}; export it again") from error
         if not torch.equal(digest, _digest(parts)):
             raise HandOverError("the hand-over is damaged: its digest does not match its content; send it again")
-        header = json.loads(parts.pop("header").numpy().tobytes())
-        if header["version"] != VERSION:
-            raise HandOverError(f"the hand-over has format {header['version']}, this engine reads {VERSION}; use equal versions")
-        token_ids = parts.pop("token_ids").tolist()
-        records = {name.removeprefix("records."): entries for name, entries in parts.items()}
-        return cls(header["identity"], token_ids, header["num_tokens"], header["folded"], header["kinds"], records)
+        try:
+            header = json.loads(parts.pop("header").numpy().tobytes())
+            if (version := header["version"]) != VERSION:
+                raise HandOverError(f"the hand-over has format {version}, this engine reads {VERSION}; use equal versions")
+            facts = header["identity"], parts.pop("token_ids").tolist(), int(header["num_tokens"]), int(header["folded"])
+            return cls(*facts, dict(header["kinds"]), {n.removeprefix("records."): entries for n, entries in parts.items()})
+        except (KeyError, ValueError, TypeError) as error:
+            raise HandOverError(f"the hand-over lacks what this engine looks for: {error!r}; use equal versions") from error
 
 
 def export(cache: KVCache, seq: SequenceCache, token_ids: list[int]) -> HandOver:
@@ -109,7 +111,7 @@ def check(cache: KVCache, handed: HandOver) -> None:
             "the hand-over comes from another model or dtype than this engine's; both must load the same checkpoint"
         )
     kinds = {name: _describe(spec) for name, spec in cache.specs.items()}
-    for name in kinds.keys() | handed.kinds.keys():
+    for name in kinds | handed.kinds:
         here, there = kinds.get(name), handed.kinds.get(name)
         if here != there:
             raise HandOverError(
@@ -172,5 +174,5 @@ def _digest(parts: dict[str, Tensor]) -> Tensor:
     digest = hashlib.sha256()
     for name in sorted(parts):
         digest.update(f"{name} {parts[name].dtype} {tuple(parts[name].shape)}\n".encode())
-        digest.update(parts[name].contiguous().view(torch.uint8).numpy())
+        digest.update(parts[name].contiguous().view(torch.uint8).numpy().data)
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)

@@ -47,13 +47,17 @@ def sequence_cost(plan: CachePlan, tokens: int) -> list[KindCost]:
     """What a sequence of `tokens` computed tokens costs, by kind."""
     costs = []
     for spec in plan.specs.values():
-        entries = {"context": tokens // spec.ratio, "window": min(tokens, spec.window), "record": spec.record_entries}[
-            spec.lifetime
-        ]
-        payload = entries * spec.layout.bytes_per_entry
+        payload = _entries_read(spec, tokens) * spec.layout.bytes_per_entry
         pages = len(spec.blocks(tokens)) * plan.page_bytes[spec.bucket]
         costs.append(KindCost(spec, payload * len(spec.layers), pages * len(spec.layers)))
     return costs
+
+
+def _entries_read(spec: CacheSpec, tokens: int) -> int:
+    """Entries of one layer that later tokens of a sequence of `tokens` tokens may read, roll-backs aside."""
+    if spec.lifetime == "context":
+        return tokens // spec.ratio
+    return min(tokens, spec.window) if spec.lifetime == "window" else spec.record_entries * min(tokens, 1)
 
 
 def token_bytes(plan: CachePlan) -> dict[str, float]:

@@ -233,6 +233,7 @@ class KVCache:
         if tokens < 0 or end < seq.final:
             raise ValueError(f"cannot take back {tokens} of {seq.num_tokens} tokens: {seq.final} are final")
         seq.num_tokens = end
+        del seq.keys[end // BLOCK_TOKENS :]  # other tokens may come instead
         for name, spec in self.specs.items():
             if spec.lifetime != "record":
                 self._drop_from(name, seq.tables[name], spec.blocks(end).stop)

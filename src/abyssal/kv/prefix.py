@@ -120,7 +120,7 @@ class PrefixIndex:
         return next(iter(self._leaves), None)
 
     def windows_left(self) -> list[Block]:
-        return list(self._others)
+        return [*self._inner, *self._others]  # a fork that lost its other side is now inside a chain
 
     def _queue(self, block: Block) -> OrderedDict[Block, None] | None:
         if block.num_children == 0 and block.num_users == 0:

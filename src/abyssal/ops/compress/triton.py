@@ -14,27 +14,21 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.kv import layouts
+from abyssal.kv.batch import CompressFacts, StoreFacts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
 from abyssal.ops._records import finish_row, round_like
+from abyssal.ops.qkv_insert.triton import window_store
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
     """Where one cache kind lies."""
 
+    name: str
     data: Tensor  # uint8 [pages, page bytes], the pool of the kind's bucket
     layout: Layout
     entries_per_page: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """Running sums of open groups (ratio 128): m, s and v per channel, in one record."""
-
-    pages: Pages  # layout of 3 D fp32 values
-    carried: Tensor  # int [G], slot of the sums over a group's earlier rows, -1: there are none
-    slots: Tensor  # int [G - E], where the sums of open groups are stored; -1: nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,7 @@ def _load_rows(
 @triton.jit
 def compress_kernel(
     rows, rows_stride, num_tokens, norm, sources, num_slots, num_groups, num_entries,
-    carried, num_carried, state_pages, state_page_bytes, store_rows, store_slots,
+    carried, num_carried, store_rows, store_slots, state_pages, state_page_bytes,
     carried_sums, sum_slots, sum_pages, sum_page_bytes,
     pages, page_bytes, entry_slots, rope, latent, stored, eps,
     OVERLAP: tl.constexpr, HADAMARD: tl.constexpr, ROPE: tl.constexpr, BF16: tl.constexpr,
@@ -151,72 +145,72 @@ def compress_kernel(
 def compress(
     rows: Tensor,
     norm: Tensor,
-    sources: Tensor,
-    carried: Tensor,
-    state: Pages,
-    store_rows: Tensor,
-    store_slots: Tensor,
+    facts: CompressFacts,
+    store: StoreFacts | None,
+    state: Pages | None,
+    sums: Pages | None,
     entries: Pages,
-    entry_slots: Tensor,
-    rope: Tensor,
+    layer_row: int,
     *,
     overlap: bool,
     rotate_keys: bool,
     eps: float,
     dtype: torch.dtype,
-    sums: Sums | None = None,
-    latent: Tensor | None = None,
+    with_latent: bool = False,
     stored: Tensor | None = None,
     config: CompressConfig | None = None,
-) -> None:
-    """Store the entries that this step completes and the state rows that later steps read; as the reference, facts as tensors.
+) -> Tensor | None:
+    """Store the entries that this step completes and the state rows that later steps read; arguments as the reference's.
+
+    An entry slot or state slot of -1 is left out, so that a captured graph can hold groups that most of its replays leave open.
 
     Args:
-        rows: fp32 [T, 2 c D], contiguous in the last dim.
-        norm: fp32 [D].
-        sources: int64 [G, slots] into carried rows, then the step's tokens, then one empty row.
-        carried: int [C], state slots of rows of earlier steps.
-        store_rows, store_slots: int [n], tokens of this step and the state slots that take their rows; -1 stores nothing.
-        entry_slots: int [E], E <= G, of the groups that are complete; -1 skips the group, so that a captured graph can hold groups
-            that most of its replays leave open.
-        rope: complex64 [E, rope_dim / 2].
-        sums: ratio 128's sums, else None. Their state is a ring, whose rows are written after all groups have read theirs.
-        latent, stored: [E, D] in `dtype` and fp32; receive the entries before RoPE, and the rows that were packed.
+        rows: fp32, contiguous in the last dim.
+        stored: fp32 [E, D], receives the rows that were packed.
+
+    Returns:
+        With `with_latent` the normalised entries [E, D] in `dtype`, before RoPE.
     """
-    groups, slots = sources.shape
-    dim, layout = norm.shape[0], entries.layout
-    tokens, num_store, width = len(rows), len(store_rows), (4 if overlap else 2) * norm.shape[0]
+    entry_slots, rope, layout = facts.entry_slots[entries.name][layer_row], facts.rope, entries.layout
+    latent = torch.empty(len(rope), layout.dim, dtype=dtype, device=rows.device) if with_latent else None
+    if state is None or store is None:
+        assert not rotate_keys, "entries of one token are latents, which are not rotated as V4's index keys are"
+        window_store(
+            rows.to(dtype), rope, entries.data, layout, entries.entries_per_page, entry_slots, norm=norm, eps=eps, latent=latent,
+            stored=stored,
+        )  # fmt: skip
+        return latent
+    groups, slots = facts.sources.shape
+    carried, carried_slots = facts.carried[state.name][layer_row], store.slots[layer_row]
+    dim, width, num_store = len(norm), (4 if overlap else 2) * len(norm), len(store.rows)
     assert dim == layout.dim and dim & (dim - 1) == 0, (
         f"the kernels store entries of {layout.dim} values, a power of two, not {dim}; use backend=reference"
     )
     assert rows.shape[1] == width == state.layout.dim and rows.stride(1) == 1, f"rows {tuple(rows.shape)}, state {state.layout}"
     assert rows.dtype == norm.dtype == torch.float32, f"rows are {rows.dtype}, norm {norm.dtype}; both must be fp32"
     assert len(entry_slots) == len(rope) <= groups, f"{len(entry_slots)} slots and {len(rope)} rotations for {groups} groups"
-    assert sums is not None or len(entry_slots) == groups, f"{groups} groups, {len(entry_slots)} complete, and no sums"
-    assert sums is None or sums.carried.shape == (groups,), f"{len(sums.carried)} carried sums for {groups} groups"
+    assert sums is not None or len(rope) == groups, f"{groups} groups, {len(rope)} complete, and no sums"
     config = config or compress_config(dim, slots)
-    arguments = (
-        rows, rows.stride(0), tokens, norm, sources, slots, groups, len(entry_slots),
-        carried, len(carried), state.data, state.data.stride(0), store_rows, store_slots,
-        *((sums.carried, sums.slots, sums.pages.data, sums.pages.data.stride(0)) if sums is not None else (None, None, None, 0)),
-        entries.data, entries.data.stride(0), entry_slots, torch.view_as_real(rope), latent, stored, eps,
-    )  # fmt: skip
-    constants: dict[str, Any] = {
-        "OVERLAP": overlap, "HADAMARD": rotate_keys, "ROPE": 2 * rope.shape[1], "BF16": dtype == torch.bfloat16,
-        "ROWS": config.rows, "BLOCKS": triton.next_power_of_2(triton.cdiv(slots, config.rows)), "layout": layout, "ENTRIES": entries.entries_per_page, "STATE_ENTRIES": state.entries_per_page,
-        "SUM_ENTRIES": sums.pages.entries_per_page if sums is not None else 0, "num_warps": config.num_warps,
-    }  # fmt: skip
-    if sums is None:
-        if groups + num_store:
-            compress_kernel[(groups + num_store,)](*arguments, **constants)
-        return
-    if groups:
-        compress_kernel[(groups,)](*arguments, **constants)
-    if num_store:  # a ring: a new row lies where an old one was read
-        state_store_kernel[(num_store,)](
-            rows, rows.stride(0), store_rows, store_slots, state.data, state.data.stride(0), WIDTH=width,
-            STATE_ENTRIES=state.entries_per_page, num_warps=4,
+    state_arguments = (store.rows, carried_slots, state.data, state.data.stride(0))
+    sum_arguments: tuple[Tensor | None, Tensor | None, Tensor | None, int] = (None, None, None, 0)
+    if sums is not None:
+        by_layer = facts.carried_sums[sums.name][layer_row], facts.sum_slots[sums.name][layer_row]
+        sum_arguments = (*by_layer, sums.data, sums.data.stride(0))
+    in_one_launch = 0 if sums is not None else num_store  # a ring's new rows lie where its old ones are read
+    if groups + in_one_launch:
+        compress_kernel[(groups + in_one_launch,)](
+            rows, rows.stride(0), len(rows), norm, facts.sources, slots, groups, len(rope), carried, len(carried),
+            *state_arguments, *sum_arguments, entries.data, entries.data.stride(0), entry_slots, torch.view_as_real(rope), latent, stored,
+            eps, OVERLAP=overlap, HADAMARD=rotate_keys, ROPE=2 * rope.shape[1], BF16=dtype == torch.bfloat16, ROWS=config.rows,
+            BLOCKS=triton.next_power_of_2(triton.cdiv(slots, config.rows)), layout=layout, ENTRIES=entries.entries_per_page,
+            STATE_ENTRIES=state.entries_per_page, SUM_ENTRIES=0 if sums is None else sums.entries_per_page,
+            num_warps=config.num_warps,
         )  # fmt: skip
+    if sums is not None and num_store:
+        state_store_kernel[(num_store,)](
+            rows, rows.stride(0), *state_arguments, WIDTH=width, STATE_ENTRIES=state.entries_per_page, num_warps=4
+        )  # fmt: skip
+    return latent
 
 
 @triton.jit
