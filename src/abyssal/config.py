@@ -129,6 +129,7 @@ class ModelConfig:
     engram: EngramConfig | None
     layers: tuple[LayerPlan, ...]
     draft: Literal["none", "mtp", "dspark"]  # what `mtp.*` holds, if present
+    image_token_id: int | None  # stands for a part of an image in a prompt; None: the model reads text only
 
     @property
     def query_norm(self) -> bool:
@@ -162,6 +163,12 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "part of the GPU's memory to use", above=0, high=1)
     kv_cache_bytes: int | None = option(
         None, "size of the cache, such as 8GiB; overrides gpu_memory_utilization; 4GiB on CPU", low=1, in_bytes=True
+    )
+    swap_bytes: int = option(
+        4 << 30,
+        "host memory for the caches of sequences that gave up their pages; 0: they are always computed again",
+        low=0,
+        in_bytes=True,
     )
     engram_cache_bytes: int = option(
         256 << 20, "memory for rows of V4.1's n-gram tables, which stay on disk; all tables together", low=0, in_bytes=True

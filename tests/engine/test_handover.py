@@ -19,7 +19,7 @@ from tests.checkpoint.build import random_v4_checkpoint
 from tests.support.families import FAMILIES, write_small
 from tests.support.small_model import config_dict
 
-PROMPT = [random.Random(4).randrange(2, 160) for _ in range(150)]
+PROMPT = random.Random(4).choices(range(2, 160), k=150)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -85,7 +85,7 @@ def test_alone_in_both_engines_every_logprob_is_equal_to_the_bit(folder: Path) -
 def test_packed_records_move(options: dict[str, str]) -> None:
     one, other = (engine("tiny", kv_cache_bytes=64 << 20, max_num_batched_tokens=512, **options) for _ in range(2))
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
-    request = EngineRequest("a", [random.Random(5).randrange(4000) for _ in range(300)], params)
+    request = EngineRequest("a", random.Random(5).choices(range(4000), k=300), params)
     one.add(request)
     one.step()
     other.import_sequence(request, HandOver.from_bytes(one.export_sequence("a").to_bytes()))

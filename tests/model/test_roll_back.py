@@ -16,7 +16,7 @@ from tests.support.families import FAMILIES, write_small
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-4
-IDS = [random.Random(1).randrange(160) for _ in range(330)]
+IDS = random.Random(1).choices(range(160), k=330)
 WRONG = [(token + 71) % 160 for token in IDS]
 
 
