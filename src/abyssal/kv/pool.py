@@ -439,6 +439,7 @@ class RecordView:
 
     def __init__(self, pool: Tensor, spec: CacheSpec) -> None:
         self.spec = spec
+        self.pages = pool  # uint8 [pages, page bytes], what kernels read and write
         layout, entries = spec.layout, spec.entries_per_page
         width = layout.dim if layout.grid is None else layout.data_bytes
         values = pool.view(-1) if layout.grid is not None else pool.view(-1).view(layout.dtype)
