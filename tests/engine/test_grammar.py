@@ -12,7 +12,7 @@ import torch
 
 from abyssal.config import EngineConfig
 from abyssal.engine.engine import Engine
-from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
+from abyssal.engine.request import EngineRequest, Grammar, RequestUpdate, SamplingParams
 from abyssal.errors import RequestError
 from tests.serve.scripted import TOKENIZER
 from tests.support.grammars import EOS, MASKS, VOCAB, json_grammar
@@ -73,7 +73,7 @@ def sampled(engine: Engine, count: int, max_tokens: int) -> int:
     """Ask for `count` answers at temperature 1.5 over all schemas; all that end by themselves must validate. How many do."""
     names = [list(SCHEMAS)[i % len(SCHEMAS)] for i in range(count)]
     requests = [
-        EngineRequest(str(i), [0, 3, 50 + i, 4, 7], SamplingParams(temperature=1.5, seed=i, max_tokens=max_tokens), json_grammar(SCHEMAS[name]))
+        EngineRequest(str(i), [0, 3, 50 + i, 4, 7], SamplingParams(temperature=1.5, seed=i, max_tokens=max_tokens), grammar=json_grammar(SCHEMAS[name]))
         for i, name in enumerate(names)
     ]  # fmt: skip
     ended = 0
@@ -100,11 +100,11 @@ def test_two_hundred_answers_follow_their_schemas(engine: Engine) -> None:
 def test_thinking_is_free_and_the_grammar_begins_after_it(engine: Engine) -> None:
     """Before `</think>` no other control token and no end; tiny-v4 never closes its thoughts, so a bias does."""
     params = SamplingParams(temperature=1.5, seed=3, max_tokens=30)
-    (free,) = run(engine, [EngineRequest("a", [0, 3, 60, 4, 6], params, json_grammar(POINT, END_THINK))]).values()
+    (free,) = run(engine, [EngineRequest("a", [0, 3, 60, 4, 6], params, grammar=json_grammar(POINT, END_THINK))]).values()
     assert free[-1].finish_reason == "length" and not set(tokens(free)) & {i for i in range(9) if i != END_THINK}
-    pushed = SamplingParams(temperature=0, max_tokens=80, logit_bias={END_THINK: 12.0})
+    pushed = SamplingParams(temperature=1.0, seed=1, max_tokens=120, logit_bias={END_THINK: 100.0})
     colour = strict(colour={"enum": ["red", "blue"]})
-    (updates,) = run(engine, [EngineRequest("b", [0, 3, 60, 4, 6], pushed, json_grammar(colour, END_THINK))]).values()
+    (updates,) = run(engine, [EngineRequest("b", [0, 3, 60, 4, 6], pushed, grammar=json_grammar(colour, END_THINK))]).values()
     ids = tokens(updates)
     place = ids.index(END_THINK)
     assert updates[-1].finish_reason == "stop" and ids.count(END_THINK) == 1
@@ -115,7 +115,8 @@ def test_requests_with_and_without_a_grammar_share_a_batch(engine: Engine) -> No
     plain = SamplingParams(temperature=1.0, seed=1, max_tokens=12)
     alone = tokens(run(engine, [EngineRequest("x", [0, 3, 70, 4, 7], plain)])["x"])
     both = run(
-        engine, [EngineRequest("x", [0, 3, 70, 4, 7], plain), EngineRequest("y", [0, 3, 70, 4, 7], plain, json_grammar(POINT))]
+        engine,
+        [EngineRequest("x", [0, 3, 70, 4, 7], plain), EngineRequest("y", [0, 3, 70, 4, 7], plain, grammar=json_grammar(POINT))],
     )
     assert tokens(both["x"]) == alone and text(both["y"]).lstrip().startswith("{")
 
@@ -125,20 +126,20 @@ def test_a_paused_request_keeps_its_place_in_the_grammar() -> None:
     engine = Engine(EngineConfig(kv_cache_bytes=256 << 20, num_threads=1, device="cpu", max_num_seqs=2))
     params = SamplingParams(temperature=1.5, seed=5, max_tokens=120)
     schema = SCHEMAS["list of points"]
-    whole = tokens(run(engine, [EngineRequest("a", [0, 3, 60, 4, 7], params, json_grammar(schema))])["a"])
-    engine.add(EngineRequest("b", [0, 3, 60, 4, 7], params, json_grammar(schema)))
+    whole = tokens(run(engine, [EngineRequest("a", [0, 3, 60, 4, 7], params, grammar=json_grammar(schema))])["a"])
+    engine.add(EngineRequest("b", [0, 3, 60, 4, 7], params, grammar=json_grammar(schema)))
     again: list[int] = []
     while engine.has_unfinished():
         again += [token for update in engine.step() for token in update.token_ids]
         if engine.scheduler.running and len(again) in (3, 7):
-            engine.scheduler._preempt(engine.scheduler.running[0])
+            engine.scheduler.preempt(engine.scheduler.running[0])
     assert again == whole and engine.scheduler.num_preemptions >= 2
 
 
 def test_l17_one_legal_token_has_finite_log_probabilities(engine: Engine) -> None:
     """A grammar that leaves no choice: the values are the model's own, and finite."""
     params = SamplingParams(temperature=0, max_tokens=30, logprobs=5)
-    (updates,) = run(engine, [EngineRequest("a", [0, 3, 60, 4, 7], params, json_grammar({"const": "only"}))]).values()
+    (updates,) = run(engine, [EngineRequest("a", [0, 3, 60, 4, 7], params, grammar=json_grammar({"const": "only"}))]).values()
     assert text(updates) == '"only"' and updates[-1].finish_reason == "stop"
     scores = [score for update in updates for score in update.logprobs or []]
     assert scores and all(-9999.0 <= value <= 0 for score in scores for value in (score.logprob, *score.top_logprobs))
@@ -147,7 +148,7 @@ def test_l17_one_legal_token_has_finite_log_probabilities(engine: Engine) -> Non
 @pytest.mark.parametrize(("name", "value"), [("ignore_eos", True), ("min_tokens", 3)])
 def test_options_that_contradict_a_grammar_are_refused(engine: Engine, name: str, value: Any) -> None:
     with pytest.raises(RequestError, match="structured output") as caught:
-        engine.add(EngineRequest("a", [0, 3], SamplingParams(**{name: value}), json_grammar(POINT)))
+        engine.add(EngineRequest("a", [0, 3], SamplingParams(**{name: value}), grammar=json_grammar(POINT)))
     assert caught.value.param == name and not engine.has_unfinished()
 
 
@@ -170,3 +171,12 @@ def test_equal_grammars_are_read_once() -> None:
     before = MASKS._compiled[grammar.key]
     MASKS.mask(grammar)
     assert MASKS._compiled[grammar.key] is before and list(MASKS._compiled)[-1] == grammar.key
+
+
+def test_a_grammar_of_another_vocabulary_is_refused(engine: Engine) -> None:
+    """By its request alone: the engine goes on."""
+    bad = Grammar("bad", json_grammar(POINT).compiled.replace(b'"vocab_size":4096', b'"vocab_size":4097'))
+    for grammar in (bad, Grammar("none", b""), Grammar("nonsense", b"[]")):
+        with pytest.raises(RequestError, match="cannot be used"):
+            engine.add(EngineRequest("a", [0, 3], SamplingParams(), grammar=grammar))
+    assert not engine.has_unfinished()

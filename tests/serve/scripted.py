@@ -176,9 +176,9 @@ GRAMMARS = GrammarCompiler(engine_info(), seconds=60)  # shared: its process tak
 
 def app_of(
     client: Any, tokenizer: Tokenizer | None = TOKENIZER, checkpoint_thinks: bool = False, chat: ChatFormat | None = None,
-    **config: Any,
+    grammars: GrammarCompiler = GRAMMARS, **config: Any,
 ) -> FastAPI:  # fmt: skip
-    return create_app(client, tokenizer, ServerConfig(**config), chat or ChatFormat(thinking=checkpoint_thinks), GRAMMARS)
+    return create_app(client, tokenizer, ServerConfig(**config), chat or ChatFormat(thinking=checkpoint_thinks), grammars)
 
 
 def http_client(app: FastAPI) -> httpx.AsyncClient:

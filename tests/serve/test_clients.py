@@ -9,11 +9,12 @@ from typing import Any
 
 import agents
 import anthropic
+import httpx2
 import pytest
 from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
 
 from tests.serve.sampling import SamplingClient, turn_by_turn
-from tests.serve.scripted import MODEL, app_of, http_client, openai_client
+from tests.serve.scripted import MODEL, app_of, openai_client
 
 agents.set_tracing_disabled(True)
 
@@ -156,7 +157,7 @@ def test_anthropic_messages(stream: bool) -> None:
 
     async def main() -> None:
         messages: list[Any] = [{"role": "user", "content": ASKED}]
-        http: Any = http_client(app_of(client))
+        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app_of(client)), base_url="http://test")  # type: ignore[arg-type]
         asked: dict[str, Any] = {
             "model": MODEL,
             "max_tokens": 500,

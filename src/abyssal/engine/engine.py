@@ -25,6 +25,7 @@ from abyssal.errors import EngineDeadError, RequestError
 from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
+from abyssal.ops._select import find_gpu
 from abyssal.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         folder = resolve_model(config.model)
         model_config = load_model_config(folder)
-        self.config = resolve(config, model_config, torch.cuda.is_available())
+        self.config = resolve(config, model_config, torch.cuda.is_available(), find_gpu())
         if self.config.device == "cpu" and self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         # For callers in this process; here it tells which ids mean something, and which end a text.

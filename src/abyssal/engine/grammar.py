@@ -15,6 +15,7 @@ import xgrammar
 from torch import Tensor
 
 from abyssal.engine.request import Grammar
+from abyssal.errors import RequestError
 from abyssal.tokenizer import DSML, Tokenizer
 
 MAX_GRAMMARS = 64  # kept ready per engine
@@ -49,11 +50,12 @@ class GrammarMasks:
         self._compiled: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
 
     def mask(self, grammar: Grammar) -> GrammarMask:
-        """The mask of a new sequence."""
-        compiled = self._compiled.pop(grammar.key, None)
-        if compiled is None:
-            compiled = xgrammar.CompiledGrammar.deserialize_json(grammar.compiled.decode(), self._table)
-        self._compiled[grammar.key] = compiled
+        """The mask of a new sequence.
+
+        Raises:
+            RequestError: the grammar was compiled for another token table.
+        """
+        self._compiled[grammar.key] = compiled = self._compiled.pop(grammar.key, None) or self._read(grammar.compiled)
         if len(self._compiled) > MAX_GRAMMARS:
             self._compiled.popitem(last=False)
         before = None
@@ -61,6 +63,12 @@ class GrammarMasks:
             before = self._free.clone()
             before[grammar.after] = True
         return GrammarMask(xgrammar.GrammarMatcher(compiled), self._vocab_size, grammar.after, before)
+
+    def _read(self, data: bytes) -> xgrammar.CompiledGrammar:
+        try:
+            return xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._table)
+        except (RuntimeError, ValueError) as error:
+            raise RequestError(f"the compiled grammar cannot be used: {error}") from error
 
 
 class GrammarMask:

@@ -215,15 +215,15 @@ def _are_apart(one: Schema, other: Schema, root: Schema) -> bool:
     """Whether no value can follow both, as far as types and required constants tell."""
     types, others = types_of(one, root), types_of(other, root)
     common = types & others
+    one, other = deref(one, root), deref(other, root)
+    if (mine := _constants(one)) is not None and (theirs := _constants(other)) is not None:
+        return not any(value in theirs for value in mine)
     if ("integer" in types and "number" in others) or ("number" in types and "integer" in others):
         return False
     if not common:
         return True
-    one, other = deref(one, root), deref(other, root)
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
-    if (mine := _constants(one)) is not None and (theirs := _constants(other)) is not None:
-        return not any(value in theirs for value in mine)
     if common != {"object"}:
         return False
     shared = set(one.get("required") or ()) & set(other.get("required") or ())
