@@ -5,6 +5,7 @@ import torch
 
 from abyssal.errors import ConfigError
 from abyssal.kv.pool import NO_PAGE, KVCache, PagePool
+from abyssal.kv.prefix import PrefixIndex
 from abyssal.kv.specs import plan_caches
 from tests.support.small_model import small_config
 
@@ -96,3 +97,17 @@ def test_slot_minus_one_reads_zeros_however_poisoned_the_pool(name):
     cache = KVCache(PLAN, {"main": 2, "index": 2, "small": 2}, CPU)
     rows = cache.views[name].read(torch.tensor([[-1, -1]]))
     assert rows.shape[:2] == (1, 2) and rows.abs().max() == 0
+
+
+def test_a_block_completed_after_a_roll_back_is_known_by_the_tokens_that_came_instead():
+    cache = KVCache(PLAN, {"main": 200, "index": 100, "small": 100}, CPU, PrefixIndex("model"))
+    old = list(range(600))
+    new = old[:295] + [7] * 305
+    seq = cache.new_sequence()
+    assert cache.allocate(seq, 0, 300)
+    cache.commit(seq, old, 300)
+    cache.roll_back(seq, 5)
+    assert cache.allocate(seq, 295, 512)
+    cache.commit(seq, new, 512)
+    assert cache.reuse(cache.new_sequence(), old) == 256
+    assert cache.reuse(cache.new_sequence(), new) == 512

@@ -129,7 +129,7 @@ def test_pages_of_a_sequence_are_those_of_the_arithmetic(tmp_path: Path) -> None
 
 
 GROWTH = """
-import sys
+import random, sys
 from pathlib import Path
 from abyssal import LLM
 
@@ -137,10 +137,10 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 llm = LLM(sys.argv[1], device="cpu", kv_cache_bytes=32 << 20, engram_cache_bytes=int(sys.argv[2]), max_num_batched_tokens=512, num_threads=1)
-ids = [3 + (i * i * 7 + i // 11) % 256 for i in range(20_500)]
-llm.logits(ids[:500], positions=[499])
+ids = random.Random(0).choices(range(3, 259), k=20_010)
+llm.logits(ids[:10], positions=[9])
 before = resident()
-llm.logits(ids[500:], positions=[19_999])
+llm.logits(ids[10:], positions=[19_999])
 print(resident() - before)
 """
 
@@ -148,7 +148,10 @@ print(resident() - before)
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_tables_of_20_gb_stay_on_the_disk(tmp_path: Path) -> None:
-    """20,000 tokens through a model with 20 GB of tables: memory grows by the cache and what a step needs."""
+    """20,000 tokens through a model with 20 GB of tables: memory grows by the cache and what a step needs.
+
+    Through a memory map the 160,000 rows would be 0.6 GB.
+    """
     config = write_v41(
         tmp_path, 1, num_hidden_layers=2, compress_ratios=[0, 0], kv_source_layer_ids=[], index_source_layer_ids=[],
         candidate_source_layer_id=-1, engram_layer_ids=[0, 1], engram_head_dim=256,
@@ -158,7 +161,7 @@ def test_tables_of_20_gb_stay_on_the_disk(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     append_tables(file, config["engram_num_embeddings"])
     assert file.stat().st_size > 20e9
-    cache = 64 << 20
+    cache = 16 << 20
     run = subprocess.run([sys.executable, "-c", GROWTH, str(tmp_path), str(cache)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert cache // 2 < int(run.stdout) < cache + (64 << 20)

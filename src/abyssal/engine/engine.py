@@ -25,6 +25,7 @@ from abyssal.errors import EngineDeadError, RequestError
 from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
+from abyssal.ops._select import find_gpu
 from abyssal.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -50,10 +51,11 @@ class EngineInfo:
     capacity_tokens: int  # tokens that one sequence can hold in the caches
     options: dict[str, str]  # resolved engine options, printable
     sampling_defaults: dict[str, Any]  # of the checkpoint's generation_config.json, as SamplingParams fields
+    image_token_id: int | None = None
 
     @property
     def limits(self) -> EngineLimits:
-        return EngineLimits(self.vocab_size, self.max_model_len, self.capacity_tokens)
+        return EngineLimits(self.vocab_size, self.max_model_len, self.capacity_tokens, self.image_token_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         folder = resolve_model(config.model)
         model_config = load_model_config(folder)
-        self.config = resolve(config, model_config, torch.cuda.is_available())
+        self.config = resolve(config, model_config, torch.cuda.is_available(), find_gpu())
         if self.config.device == "cpu" and self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         # For callers in this process; here it tells which ids mean something, and which end a text.
@@ -102,6 +104,7 @@ class Engine:
             capacity_tokens=self.runner.capacity_tokens,
             options={name: str(getattr(self.config, name)) for name in _PRINTED_OPTIONS},
             sampling_defaults=load_generation_defaults(folder)[1],
+            image_token_id=model_config.image_token_id,
         )
         self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes)
         self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
