@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from abyssal.kv.layouts import Layout
@@ -25,11 +26,11 @@ DIM = gl.constexpr(128)
 
 
 @gluon.constexpr_function
-def _word_layout(pieces):
-    """int32 words [64 keys, pieces of 16 bytes, 4]: lane l holds pieces l % 4 (+ 4) of keys l / 4 and l / 4 + 8 of its warp's 16."""
-    registers = [[0, 0, 1], [0, 0, 2]] + ([[0, 4, 0]] if pieces == 8 else []) + [[8, 0, 0]]
-    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [64, pieces, 4])
+def _word_layout(words):
+    """int32 words [64 keys, words]: lane l holds 16-byte pieces l % 4 (+ 4) of keys l / 4 and l / 4 + 8 of its warp's 16."""
+    registers = [[0, 1], [0, 2]] + ([[0, 16]] if words == 32 else []) + [[8, 0]]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, words])
 
 
 @gluon.jit
@@ -49,23 +50,22 @@ def _dimension(k, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _load_page(pool, page, page_words, live, LAYOUT: gl.constexpr, MMA: gl.constexpr):
-    """Words of a page's keys, and of its scales: one per key."""
-    PIECES: gl.constexpr = 8 if LAYOUT == "index_fp8" else 4
-    WORDS: gl.constexpr = _word_layout(PIECES)
+def _copy_page(pool, page, page_words, words, scales, live, MMA: gl.constexpr):
+    """A page's keys and scales, one word per key, on their way into shared memory."""
+    WORDS: gl.constexpr = words.shape[1]
+    LAYOUT: gl.constexpr = _word_layout(WORDS)
     base = pool + page.to(gl.int64) * page_words
-    key = gl.arange(0, KEYS, gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))[:, None, None]
-    piece = gl.arange(0, PIECES, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :, None]
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))[None, None, :]
-    words = gl.load(base + key * (PIECES * 4) + piece * 4 + word, mask=live)
-    SCALES: gl.constexpr = gl.SliceLayout(1, MMA) if LAYOUT == "index_fp8" else gl.SliceLayout(1, gl.SliceLayout(2, WORDS))
-    scales = gl.load(base + KEYS * PIECES * 4 + gl.arange(0, KEYS, SCALES), mask=live)
-    return words, scales
+    key = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
+    async_copy.async_copy_global_to_shared(words, base + key * WORDS + word, mask=live)
+    row = gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
+    async_copy.async_copy_global_to_shared(scales, base + KEYS * WORDS + row, mask=live)
+    async_copy.commit_group()
 
 
 @gluon.jit
 def _widen_fp8(words, MMA: gl.constexpr):
-    """e4m3 in words [64, 8, 4] -> fp16 [64, 128], the left operand of a product."""
+    """e4m3 in words [64, 32] -> fp16 [64, 128], the left operand of a product."""
     a, b, c, d = gl.inline_asm_elementwise(
         """{
         .reg .b16 low, high;
@@ -82,7 +82,7 @@ def _widen_fp8(words, MMA: gl.constexpr):
         is_pure=True,
         pack=1,
     )
-    both = gl.join(gl.join(a, b), gl.join(c, d))  # [64, half and lane, word, element, pair]
+    both = gl.join(gl.join(a, b), gl.join(c, d))  # [64, half and lane and word, element, pair]
     both = gl.permute(gl.reshape(both, (64, 2, 4, 4, 2, 2)), (0, 1, 3, 5, 2, 4))
     return gl.convert_layout(gl.reshape(both, (64, 128)), gl.DotOperandLayout(0, MMA, 2))
 
@@ -108,8 +108,10 @@ def _pair(words, scale, NIBBLE: gl.constexpr):
 
 @gluon.jit
 def _widen_mxfp4(words, exponents, MMA: gl.constexpr):
-    """e2m1 in words [64, 4, 4] and four exponent bytes per key -> bf16 [64, 128] times 2^-63, the left operand of a product."""
+    """e2m1 in words [64, 16] and four exponent bytes per key -> bf16 [64, 128] times 2^-63, the left operand of a product."""
+    words = gl.reshape(words, (64, 4, 4))
     WORDS: gl.constexpr = words.type.layout
+    exponents = gl.convert_layout(exponents, gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))
     group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :]
     exponent = (gl.expand_dims(exponents, 1) >> (8 * group)) & 255
     # 2^(exponent - 127 + 126 - 63) in both halves: exact from scales of 2^-62 on, finite up to 2^64
@@ -167,6 +169,7 @@ def _index_score_kernel_sm90(
     ROWS: gl.constexpr,  # num_rows, rounded up to a power of two
     GROUP: gl.constexpr,
     MAXIMA: gl.constexpr,
+    STAGES: gl.constexpr,  # tiles in shared memory
 ):
     """A row of work is QUERIES queries of a sequence against its pages; program p takes tiles [p, p + 1) / programs of all rows'."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
@@ -174,6 +177,12 @@ def _index_score_kernel_sm90(
     TYPE: gl.constexpr = gl.float16 if LAYOUT == "index_fp8" else gl.bfloat16
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], TYPE)
     q_shared = gl.allocate_shared_memory(TYPE, [QUERIES, HEADS, DIM], SHARED)
+    KEY_WORDS: gl.constexpr = 32 if LAYOUT == "index_fp8" else 16
+    WORDS: gl.constexpr = _word_layout(KEY_WORDS)
+    # Eight lanes read 16 bytes each of two keys: the swizzle puts them into different banks.
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=32 // KEY_WORDS, max_phase=KEY_WORDS // 4, order=[1, 0])
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, KEY_WORDS], SWIZZLED)
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 
     rows = gl.arange(0, ROWS, COUNTS)
     blocks = (b + QUERIES - 1) // QUERIES
@@ -196,11 +205,10 @@ def _index_score_kernel_sm90(
         begin = stop
         sequence = row // blocks
         pages = page_table + sequence.to(gl.int64) * table_stride + first
-        page0 = gl.load(pages)
-        page1 = gl.load(pages + 1, mask=count > 1, other=0)
-        page2 = gl.load(pages + 2, mask=count > 2, other=0)
-        words0, scales0 = _load_page(pool, page0, page_words, True, LAYOUT, MMA)
-        words1, scales1 = _load_page(pool, page1, page_words, count > 1, LAYOUT, MMA)
+        for s in gl.static_range(STAGES - 1):
+            page = gl.load(pages + s, mask=s < count, other=0)
+            _copy_page(pool, page, page_words, words.index(s), scales.index(s), s < count, MMA)
+        page = gl.load(pages + STAGES - 1, mask=STAGES - 1 < count, other=0)
 
         query = (sequence * b + row % blocks * QUERIES).to(gl.int64)
         queries = gl.minimum(b - row % blocks * QUERIES, QUERIES)
@@ -215,14 +223,16 @@ def _index_score_kernel_sm90(
         best_row = maxima + query * maxima_stride
 
         for tile in range(count):
-            words, scales = words0, scales0
-            words0, scales0 = words1, scales1
-            words1, scales1 = _load_page(pool, page2, page_words, tile + 2 < count, LAYOUT, MMA)
-            page2 = gl.load(pages + tile + 3, mask=tile + 3 < count, other=0)
+            async_copy.wait_group(STAGES - 2)
+            scale = scales.index(tile % STAGES).load(gl.SliceLayout(1, MMA))
             if LAYOUT == "index_fp8":
-                keys = _widen_fp8(words, MMA)
+                keys = _widen_fp8(words.index(tile % STAGES).load(WORDS), MMA)
             else:
-                keys = _widen_mxfp4(words, scales, MMA)
+                keys = _widen_mxfp4(words.index(tile % STAGES).load(WORDS), scale, MMA)
+            next_tile = tile + STAGES - 1
+            slot = next_tile % STAGES
+            _copy_page(pool, page, page_words, words.index(slot), scales.index(slot), next_tile < count, MMA)
+            page = gl.load(pages + next_tile + 1, mask=next_tile + 1 < count, other=0)
             entry = (first + tile) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
             for j in gl.static_range(QUERIES):
                 if QUERIES > 1:  # a single query's weights stay in registers
@@ -234,7 +244,7 @@ def _index_score_kernel_sm90(
                 # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
                 scores = gl.sum((dots + gl.abs(dots)) * w[None, :], 1)
                 if LAYOUT == "index_fp8":
-                    scores *= scales.to(gl.float32, bitcast=True)  # a positive scale passes the relu
+                    scores *= scale.to(gl.float32, bitcast=True)  # a positive scale passes the relu
                 gl.store(out_row + j * out_stride + entry, scores, mask=entry < reach)
                 if MAXIMA:
                     best = gl.max(gl.reshape(gl.where(entry < reach, scores, -float("inf")), (KEYS // GROUP, GROUP)), 1)
@@ -248,11 +258,13 @@ class ScoreConfig:
 
     programs: int  # persistent programs of one warpgroup, each takes an equal share of all tiles
     queries: int  # consecutive queries of a sequence that share the keys of a tile
+    stages: int  # tiles in shared memory per program, all but one of them on their way
 
 
-def score_config(b: int, multiprocessors: int) -> ScoreConfig:
-    """As many programs as fit: the loads of one hide behind the products of another."""
-    return ScoreConfig(programs=3 * multiprocessors, queries=min(4, triton.next_power_of_2(b)))
+def score_config(n: int, b: int, multiprocessors: int) -> ScoreConfig:
+    """As many programs as fit: the conversions and sums of one hide behind the products of another."""
+    queries = min(4, triton.next_power_of_2(b))
+    return ScoreConfig(programs=multiprocessors * (4 if n * b == 1 else 3 if queries == 1 else 2), queries=queries, stages=4)
 
 
 def index_score(
@@ -282,7 +294,7 @@ def index_score(
     if out.numel() == 0:
         return out
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
-    config = config or score_config(b, multiprocessors(q))
+    config = config or score_config(n, b, multiprocessors(q))
     rows = n * -(-b // config.queries)
     _index_score_kernel_sm90[(config.programs,)](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
@@ -305,6 +317,7 @@ def index_score(
         ROWS=triton.next_power_of_2(rows),
         GROUP=GROUP,
         MAXIMA=maxima is not None,
+        STAGES=config.stages,
         num_warps=4,
     )
     return out
@@ -319,7 +332,15 @@ def aot_cases() -> list[AotCase]:
             name=f"index_score_sm90[{layout},heads={heads},queries={queries},rows={rows}]",
             kernel=_index_score_kernel_sm90,
             signature={"q": "*u8" if layout == "index_fp8" else "*bf16", **pointers, **dict.fromkeys(scalars, "i32")},
-            constants={"LAYOUT": layout, "HEADS": heads, "QUERIES": queries, "ROWS": rows, "GROUP": GROUP, "MAXIMA": True},
+            constants={
+                "LAYOUT": layout,
+                "HEADS": heads,
+                "QUERIES": queries,
+                "ROWS": rows,
+                "GROUP": GROUP,
+                "MAXIMA": True,
+                "STAGES": 4,
+            },
             num_warps=4,
             aligned=("q", *pointers, "page_words", "out_stride", "maxima_stride"),
             archs=(HOPPER,),
