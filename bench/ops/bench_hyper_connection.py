@@ -88,9 +88,11 @@ def cases(hidden_sizes: list[int], tokens: list[int], num_sms: int) -> list[tupl
         for count in tokens:
             chosen = kernel.launch_config(count, hidden, num_sms)
             configs = [chosen, replace(chosen, early_start=False)]
+            if not chosen.one_launch:
+                configs += [replace(chosen, ahead=n) for n in (1, 2, 4, 5, 7) if chosen.steps % n == 0 and n >= chosen.steps / 28]
             configs += [c for v in VARIANTS[count] if (c := config_of(count, hidden, v, num_sms)) not in (None, chosen)]
             if hidden != HIDDEN[0]:
-                configs = configs[:4]
+                configs = configs[:5]
             for own in (True, False):
                 found += [(hidden, count, own, c) for c in (configs if own or hidden == HIDDEN[0] else configs[:2])]
     return found
@@ -169,11 +171,11 @@ def main() -> None:
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[-1][:60]}"
         rows.append(row)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; us, median of graph replays; roof at 4.23 TB/s")
-    print("hidden tokens order  block splits steps warps stages regs 1-launch early |   cold   warm   roof share")
+    print("hidden tokens order  block splits steps warps stages regs 1-launch early ahead |   cold   warm   roof share")
     for row in rows:
         start = f"{row['hidden']:>6} {row['tokens']:>6} {row['order']:>5} {row['block_tokens']:>3}x{row['block_hidden']:<3} {row['splits']:>5}"
         start += f" {row['steps']:>5} {row['num_warps']:>5} {row['num_stages']:>6} {row['registers']:>4} {row['one_launch']!s:>8}"
-        start += f" {row['early_start']!s:>5}"
+        start += f" {row['early_start']!s:>5} {row['ahead']:>5}"
         start += " *" if row["chosen"] else "  "
         times = (
             f"{row['cold']:>7.2f}{row['warm']:>7.2f}{row['roof']:>7.2f}{row['roof'] / row['cold']:>6.0%}"

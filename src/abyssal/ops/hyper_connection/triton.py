@@ -83,6 +83,7 @@ class LaunchConfig:
     num_stages: int
     registers: int  # per thread at most
     one_launch: bool
+    ahead: int = 0  # slices, a divisor of steps, that are fetched into the L2 at once; 0: none
     early_start: bool = True  # the kernel starts before the one ahead of it has ended, and waits for it after its prologue
 
     def programs(self, tokens: int) -> int:
@@ -268,7 +269,11 @@ def _site_constants(config: LaunchConfig) -> dict[str, Any]:
 
 def _project_constants(config: LaunchConfig) -> dict[str, Any]:
     names = {"BT": config.block_tokens, "BD": config.block_hidden, "SPLITS": config.splits, "STEPS": config.steps}
-    return names | {"STAGES": config.num_stages, "WIDE": config.num_warps == 8 and config.block_tokens == 64}
+    return names | {
+        "STAGES": config.num_stages,
+        "WIDE": config.num_warps == 8 and config.block_tokens == 64,
+        "AHEAD": config.ahead,
+    }
 
 
 def _finish_constants(config: LaunchConfig, hidden: int) -> dict[str, Any]:
@@ -390,6 +395,16 @@ def _expand(h, out, post, comb, HOLD: tl.constexpr):
             value = tl.fma(comb[4 * j + k], h[j], value)
         new = new + (_hold(value.to(tl.bfloat16), HOLD),)
     return new
+
+
+@triton.jit
+def _prefetch(base, stride, rows, columns: tl.constexpr, ROWS: tl.constexpr):
+    """Fetch `columns` bf16 values, a multiple of 8, of each of `rows` <= ROWS rows into the L2."""
+    pointers = base + tl.minimum(tl.arange(0, ROWS), rows - 1) * stride
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [pointers, columns * 2], tl.int32, False, 1
+        )
 
 
 @triton.jit
@@ -709,18 +724,21 @@ def hyper_connection_site(
 def hyper_connection_project(
     source, out, post, comb, pre, fn, streams, x, mean, partials, tokens,
     D: tl.constexpr, SOURCE: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, MEAN: tl.constexpr,
-    HOLD: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+    HOLD: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """First of two launches: streams, partial sums of the raw coefficients and of z^2, and with a given pre the collapsed vector.
 
     Grid: token blocks x SPLITS, the programs of a token block side by side; STEPS slices of BD columns each.
     """
     _begin()
-    _wait_for_inputs()
     group, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    if AHEAD > 0 and ROWS > 0:
+        _prefetch(fn + split * STEPS * BD, D, 8 * ROWS, AHEAD * BD, 256)
+    _wait_for_inputs()
     start = (group * BT).to(tl.int64)
+    left = tokens - group * BT
     local = tl.arange(0, BT)
-    valid = local < tokens - group * BT
+    valid = local < left
     mask = valid[:, None]
     source += start * (D if SOURCE == "embedding" else 4 * D)
     streams += start * (4 * D)
@@ -739,7 +757,17 @@ def hyper_connection_project(
     k_at = tl.arange(0, 4 * BD) // BD * D + tl.arange(0, 4 * BD) % BD
     products = tl.zeros((BT, 64), tl.float32)
     squares = tl.zeros((BT,), tl.float32)
+    if AHEAD > 0 and STEPS > 1 and SOURCE != "embedding":
+        _prefetch(source + split * STEPS * BD, D, 4 * left, AHEAD * BD, 4 * BT)
+        if SOURCE == "expand":
+            _prefetch(out + split * STEPS * BD, D, left, AHEAD * BD, BT)
     for step in tl.range(STEPS, num_stages=STAGES):
+        if AHEAD > 0 and STEPS > AHEAD and SOURCE != "embedding":
+            ahead = step + AHEAD
+            if (ahead % AHEAD == 0) & (ahead < STEPS):
+                _prefetch(source + (split * STEPS + ahead) * BD, D, 4 * left, AHEAD * BD, 4 * BT)
+                if SOURCE == "expand":
+                    _prefetch(out + (split * STEPS + ahead) * BD, D, left, AHEAD * BD, BT)
         d = (split * STEPS + step) * BD + tl.arange(0, BD)
         at = local[:, None] * (4 * D) + d[None, :]
         x_at = local[:, None] * D + d[None, :]
@@ -863,30 +891,36 @@ def aot_cases() -> list[AotCase]:
     types |= {name: "*fp32" for name in ("pre_out", "post_out", "comb_out")}
     types |= {name: "*bf16" for name in ("source", "out", "fn", "streams", "x", "mean")}
     types |= {"arrivals": "*i32", "tokens": "i32", "rms_eps": "fp32", "eps": "fp32"}
-    sites = [("expand", 24, own, 5120, tokens) for own in (True, False) for tokens in (1, 8, 64, 512)]
-    sites += [("expand", 24, True, hidden, tokens) for hidden in (4096, 7168) for tokens in (1, 64, 512)]
+    both, hopper = (HOPPER, BLACKWELL), (HOPPER,)
+    sites = [("expand", 24, own, 5120, tokens, both) for own in (True, False) for tokens in (8, 512)]
+    sites += [("expand", 24, True, hidden, tokens, hopper) for hidden, tokens in ((5120, 1), (4096, 512), (7168, 8), (7168, 512))]
+    sites += [("expand", 24, own, 5120, 64, hopper) for own in (True, False)]
     forms = [("embedding", 24, True), ("embedding", 24, False), ("streams", 24, False), ("expand", 4, True), ("expand", 0, False)]
-    sites += [(*form, 5120, tokens) for form in forms for tokens in (8, 300)]
+    sites += [(*form, 4096, tokens, hopper) for form in forms for tokens in (8, 300)]
     cases = []
-    for source, rows, own, hidden, tokens in sites:
+    for source, rows, own, hidden, tokens, archs in sites:
         config = launch_config(tokens, hidden, 132)
         constants = {"D": hidden, "SOURCE": source, "ROWS": rows, "OWN_PRE": own, "MEAN": not own, "ITERATIONS": 20}
         kernels = [(hyper_connection_site, _site_constants(config), config.num_warps)]
         if not config.one_launch:
             kernels = [(hyper_connection_project, _project_constants(config), config.num_warps)]
             kernels += [(hyper_connection_finish, _finish_constants(config, hidden), 4)]
-        for (function, more, num_warps), arch in itertools.product(kernels, (HOPPER, BLACKWELL)):
-            names = function.arg_names
-            values = constants | more | {"HOLD": arch == HOPPER}
+        for (function, more, num_warps), arch in itertools.product(kernels, archs):
+            absent = {"pre", "mean"} if own else set()
+            absent |= {"out", "post", "comb"} if source != "expand" else set()
+            absent |= {"post_out", "comb_out"} if rows < 24 else set()
+            absent |= {"fn", "base", "scale", "pre_out"} if rows == 0 else set()
+            names = set(function.arg_names)
+            values = constants | more | {"HOLD": arch == HOPPER} | dict.fromkeys(absent)
             cases.append(
                 AotCase(
                     f"{function.__name__[17:]} {source} {rows} {'own' if own else 'given'} pre D{hidden} T{tokens}",
                     function,
-                    {name: kind for name, kind in types.items() if name in names},
+                    {name: kind for name, kind in types.items() if name in names - absent},
                     {name: value for name, value in values.items() if name in names},
                     num_warps=num_warps,
                     num_stages=config.num_stages,
-                    aligned=tuple(name for name, kind in types.items() if name in names and kind.startswith("*")),
+                    aligned=tuple(name for name, kind in types.items() if name in names - absent and kind.startswith("*")),
                     archs=(arch,),
                 )
             )
