@@ -28,15 +28,22 @@ class SelectConfig:
 
     levels: int  # 1: entries only; 2: maxima, then entries; 3: maxima of maxima first
     warps: int
+    chunk: int  # entries per program, whose last one finishes a row; 0: one program per row
 
 
-def select_config(num_entries: int, k: int) -> SelectConfig:
-    """A level more where the first step would search more than TOP_LEVEL values."""
+CHUNK = 4096
+SPREAD_PROGRAMS = 528  # beyond these, a program per row has company enough
+
+
+def select_config(rows: int, num_entries: int, k: int) -> SelectConfig:
+    """A level more where the first step would search more than TOP_LEVEL values; few long rows are spread over many programs."""
     levels, width = 1, num_entries
     while width > TOP_LEVEL:
         levels, width = levels + 1, -(-width // GROUP)
+    if levels > 1 and rows * -(-num_entries // CHUNK) <= SPREAD_PROGRAMS:
+        return SelectConfig(levels, warps=8 if k <= 512 else 16, chunk=CHUNK)
     widest = max(width, GROUP * k if levels > 1 else 0)
-    return SelectConfig(levels, warps=min(32, max(4, triton.next_power_of_2(widest) // 512)))
+    return SelectConfig(levels, warps=min(32, max(4, triton.next_power_of_2(widest) // 512)), chunk=0)
 
 
 @triton.jit
@@ -193,6 +200,186 @@ def _group_maxima_kernel(
         tl.store(tops + row * tops_stride + top, best, mask=top * GROUP * GROUP < seen)
 
 
+@triton.jit
+def _floor(keys, k):
+    """A key that at least k of `keys` reach, and not many more; HIDDEN if there are fewer."""
+    low = HIDDEN
+    low_reach = tl.sum((keys != HIDDEN).to(tl.int32), 0)
+    high = tl.max(keys, 0)
+    if low_reach >= k:
+        low = tl.min(tl.where(keys == HIDDEN, high, keys), 0)
+    while (low < high) & (low_reach > k + k // 4):
+        middle = (low | high) - ((low ^ high) >> 1)
+        reach = tl.sum((keys >= middle).to(tl.int32), 0)
+        if reach >= k:
+            low = middle
+            low_reach = reach
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def _finish(
+    candidate_keys,
+    candidates,
+    counts,
+    pages,
+    out,
+    total,
+    k,
+    CHUNK: tl.constexpr,
+    LOG_CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """The k best of `total` <= WIDTH candidates, counts[c] of which lie from c * CHUNK on, by ascending position."""
+    ends = tl.cumsum(counts, 0)
+    slot = tl.arange(0, WIDTH)
+    chunk = tl.zeros([WIDTH], tl.int32)  # number of ends at or before the slot
+    for bit in tl.static_range(LOG_CHUNKS):
+        step = 1 << (LOG_CHUNKS - 1 - bit)
+        chunk += tl.where(tl.gather(ends, chunk + (step - 1), 0) <= slot, step, 0)
+    place = chunk * CHUNK + slot - tl.gather(ends - counts, chunk, 0)
+    keys = tl.load(candidate_keys + place, mask=slot < total, other=HIDDEN, cache_modifier=".cg")
+    index = tl.load(candidates + place, mask=slot < total, other=0, cache_modifier=".cg")
+    low = tl.min(tl.where(slot < total, keys, 2147483647), 0)
+    high = tl.max(keys, 0)
+    if total <= k:
+        high = low
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)
+        reach = tl.sum((keys >= middle).to(tl.int32), 0)
+        if reach >= k:
+            low = middle
+        else:
+            high = middle - 1
+        if reach == k:
+            high = middle
+    above = keys > low
+    equal = (keys == low) & (slot < total)
+    room = k - tl.sum(above.to(tl.int32), 0)
+    before = tl.cumsum((above.to(tl.int32) << 16) + equal.to(tl.int32), 0)
+    equals = before & 0xFFFF
+    chosen = above | (equal & (equals <= room))
+    rank = (before >> 16) + tl.minimum(equals, room) - 1
+    if ENTRIES > 0:
+        index = tl.load(pages + index // ENTRIES, mask=chosen, other=0) * ENTRIES + index % ENTRIES
+    tl.store(out + rank, index, mask=chosen)
+
+
+@triton.jit
+def _finish_many(candidate_keys, candidates, chunk_counts, pages, out, chunks, k, CHUNK: tl.constexpr, ENTRIES: tl.constexpr):
+    """As `_finish` for any number of candidates above k, chunk after chunk."""
+    slot = tl.arange(0, CHUNK)
+    low = HIDDEN + 1
+    high = 2147483647
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)
+        reach = 0
+        for chunk in range(chunks):
+            count = tl.load(chunk_counts + chunk, cache_modifier=".cg")
+            keys = tl.load(candidate_keys + chunk * CHUNK + slot, mask=slot < count, other=HIDDEN, cache_modifier=".cg")
+            reach += tl.sum((keys >= middle).to(tl.int32), 0)
+        if reach >= k:
+            low = middle
+        else:
+            high = middle - 1
+        if reach == k:
+            high = middle
+    above_all = 0
+    for chunk in range(chunks):
+        count = tl.load(chunk_counts + chunk, cache_modifier=".cg")
+        keys = tl.load(candidate_keys + chunk * CHUNK + slot, mask=slot < count, other=HIDDEN, cache_modifier=".cg")
+        above_all += tl.sum((keys > low).to(tl.int32), 0)
+    room = k - above_all
+    above_before = 0
+    equal_before = 0
+    for chunk in range(chunks):
+        count = tl.load(chunk_counts + chunk, cache_modifier=".cg")
+        keys = tl.load(candidate_keys + chunk * CHUNK + slot, mask=slot < count, other=HIDDEN, cache_modifier=".cg")
+        index = tl.load(candidates + chunk * CHUNK + slot, mask=slot < count, other=0, cache_modifier=".cg")
+        above = keys > low
+        equal = (keys == low) & (slot < count)
+        aboves = above_before + tl.cumsum(above.to(tl.int32), 0)
+        equals = equal_before + tl.cumsum(equal.to(tl.int32), 0)
+        chosen = above | (equal & (equals <= room))
+        if ENTRIES > 0:
+            index = tl.load(pages + index // ENTRIES, mask=chosen, other=0) * ENTRIES + index % ENTRIES
+        tl.store(out + aboves + tl.minimum(equals, room) - 1, index, mask=chosen)
+        above_before += tl.sum(above.to(tl.int32), 0)
+        equal_before += tl.sum(equal.to(tl.int32), 0)
+
+
+@triton.jit
+def _select_spread_kernel(
+    scores,  # fp32 [rows, score_stride]
+    maxima,  # fp32 [rows, maxima_stride]: of SPAN entries
+    visible,  # int32 [rows]
+    page_table,  # int32 [rows / queries, table_stride]
+    out,  # int32 [rows, k]
+    candidate_keys,  # int32 [rows, chunks * CHUNK]
+    candidates,  # int32 [rows, chunks * CHUNK]: positions
+    chunk_counts,  # int32 [rows, chunks]
+    arrivals,  # int32 [rows], zero before and after
+    score_stride,
+    maxima_stride,
+    table_stride,
+    num_entries,
+    k,
+    queries,
+    SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LOG_CHUNKS: tl.constexpr,  # of the number of chunks, rounded up
+    WIDTH: tl.constexpr,  # of the search for a floor
+    DEPTH: tl.constexpr,  # maxima per value of this search
+    K_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """Chunk program_id(0) of a row: its entries above a floor that k entries reach; the last program of the row chooses among them.
+
+    Every program finds the same floor, from the row's maxima: that of WIDTH disjoint sets of entries.
+    """
+    chunk = tl.program_id(0)
+    chunks = tl.num_programs(0)
+    row = tl.program_id(1).to(tl.int64)
+    seen = tl.minimum(tl.load(visible + row), num_entries)
+    row_keys = candidate_keys + row * (chunks * CHUNK)
+    row_candidates = candidates + row * (chunks * CHUNK)
+    row_counts = chunk_counts + row * chunks
+    row_out = out + row * k
+    count = 0
+    if chunk * CHUNK < seen:
+        entry = chunk * CHUNK + tl.arange(0, CHUNK)
+        keys = _order(tl.load(scores + row * score_stride + entry, mask=entry < seen, other=0.0), entry < seen)
+        index = tl.arange(0, DEPTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        full = index < tl.cdiv(seen, SPAN)
+        tops = _order(tl.load(maxima + row * maxima_stride + index, mask=full, other=0.0), full)
+        floor = _floor(tl.max(tops, 0), k)
+        candidate = (keys >= floor) & (keys != HIDDEN)
+        rank = tl.cumsum(candidate.to(tl.int32), 0) - 1
+        tl.store(row_keys + chunk * CHUNK + rank, keys, mask=candidate)
+        tl.store(row_candidates + chunk * CHUNK + rank, entry, mask=candidate)
+        count = tl.sum(candidate.to(tl.int32), 0)
+    tl.store(row_counts + chunk, count)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu") == chunks - 1:
+        each = tl.arange(0, 1 << LOG_CHUNKS)
+        counts = tl.load(row_counts + each, mask=each < chunks, other=0, cache_modifier=".cg")
+        total = tl.sum(counts, 0)
+        pages = page_table + row // queries * table_stride
+        if total <= 4 * K_BLOCK:
+            _finish(row_keys, row_candidates, counts, pages, row_out, total, k, CHUNK, LOG_CHUNKS, 4 * K_BLOCK, ENTRIES)
+        elif total <= GROUP * K_BLOCK:
+            _finish(row_keys, row_candidates, counts, pages, row_out, total, k, CHUNK, LOG_CHUNKS, GROUP * K_BLOCK, ENTRIES)
+        else:
+            _finish_many(row_keys, row_candidates, row_counts, pages, row_out, chunks, k, CHUNK, ENTRIES)
+        filler = tl.arange(0, K_BLOCK)
+        tl.store(row_out + filler, -1, mask=(filler >= seen) & (filler < k))
+        tl.store(arrivals + row, 0)
+
+
 MAXIMA_BLOCK = 2048  # entries per program: 128 programs for 2^18
 
 
@@ -204,6 +391,7 @@ def select_topk(
     maxima: Tensor | None = None,
     page_table: Tensor | None = None,
     entries_per_page: int = 64,
+    arrivals: Tensor | None = None,
     out: Tensor | None = None,
     config: SelectConfig | None = None,
 ) -> Tensor:
@@ -215,6 +403,7 @@ def select_topk(
         k: 1 to 2048.
         maxima: fp32 [n, b, >= N / 16], the largest visible score of every 16 entries, as `index_score` writes them; computed if missing.
         page_table: int32 [n, P]: results are slots page * entries_per_page + row; without it they are positions.
+        arrivals: int32 [n, b] of zeros, left as zeros; saves their making. Calls that may overlap in time need one each.
         out: int32 [n, b, k].
 
     Returns:
@@ -223,7 +412,9 @@ def select_topk(
     n, b, num_entries = scores.shape
     if not 1 <= k <= MAX_K:
         raise ValueError(f"select_topk takes k from 1 to {MAX_K}, got {k}")
-    config = config or select_config(num_entries, k)
+    config = config or select_config(n * b, num_entries, k)
+    if config.chunk and config.levels == 1:
+        raise ValueError("a row spread over programs needs 2 or 3 levels")
     if num_entries > TOP_LEVEL * GROUP ** (config.levels - 1):
         raise ValueError(f"{num_entries} entries need more than {config.levels} levels")
     assert scores.dtype == torch.float32 and scores.stride(2) == 1 and scores.stride(0) == b * scores.stride(1)
@@ -254,6 +445,11 @@ def select_topk(
             num_warps=4,
         )
     assert maxima is None or (maxima.is_contiguous() and maxima.shape[-1] >= groups)
+    if config.chunk:
+        _launch_spread(
+            scores, maxima if config.levels == 2 else tops, visible, k, page_table, entries_per_page, arrivals, out, config
+        )
+        return out
     width = num_entries if config.levels == 1 else -(-num_entries // GROUP ** (config.levels - 1))
     _select_topk_kernel[(n * b,)](
         scores,
@@ -279,6 +475,57 @@ def select_topk(
     return out
 
 
+def _launch_spread(
+    scores: Tensor,
+    maxima: Tensor,
+    visible: Tensor,
+    k: int,
+    page_table: Tensor | None,
+    entries_per_page: int,
+    arrivals: Tensor | None,
+    out: Tensor,
+    config: SelectConfig,
+) -> None:
+    n, b, num_entries = scores.shape
+    chunks = -(-num_entries // config.chunk)
+    candidates = torch.empty(2, n * b, chunks * config.chunk, dtype=torch.int32, device=scores.device)
+    _select_spread_kernel[(chunks, n * b)](
+        scores,
+        maxima,
+        visible,
+        page_table if page_table is not None else visible,
+        out,
+        candidates[0],
+        candidates[1],
+        candidates.new_empty(n * b, chunks),
+        arrivals if arrivals is not None else candidates.new_zeros(n * b),
+        scores.stride(1),
+        maxima.shape[-1],
+        page_table.stride(0) if page_table is not None else 0,
+        num_entries,
+        k,
+        b,
+        **_spread_constants(num_entries, k, config, entries_per_page if page_table is not None else 0),
+        num_warps=config.warps,
+    )
+
+
+def _spread_constants(num_entries: int, k: int, config: SelectConfig, entries: int) -> dict[str, int]:
+    span = GROUP ** (config.levels - 1)
+    values = triton.next_power_of_2(-(-num_entries // span))
+    width = max(16, min(4096, values))
+    return {
+        "SPAN": span,
+        "CHUNK": config.chunk,
+        "LOG_CHUNKS": max(1, (-(-num_entries // config.chunk) - 1).bit_length()),
+        "WIDTH": width,
+        "DEPTH": max(1, values // width),
+        "K_BLOCK": triton.next_power_of_2(k),
+        "GROUP": GROUP,
+        "ENTRIES": entries,
+    }
+
+
 def aot_cases() -> list[AotCase]:
     """One, two and three levels, positions and slots."""
     pointers = {"scores": "*fp32", "maxima": "*fp32", "tops": "*fp32", "visible": "*i32", "page_table": "*i32", "out": "*i32"}
@@ -291,7 +538,7 @@ def aot_cases() -> list[AotCase]:
         (1048576, 512, 64),
         (131072, 2048, 0),
     ):
-        config = select_config(num_entries, k)
+        config = select_config(1024, num_entries, k)
         cases.append(
             AotCase(
                 name=f"select_topk[N={num_entries},k={k},levels={config.levels},entries_per_page={entries}]",
@@ -307,6 +554,29 @@ def aot_cases() -> list[AotCase]:
                 num_warps=config.warps,
                 aligned=(*pointers, *strides, "num_entries", "k"),
                 spill_reason="one program holds GROUP * k keys" if k > 512 else None,
+            )
+        )
+    for num_entries, k in ((32768, 512), (262144, 512), (262144, 1024), (1048576, 512), (131072, 2048)):
+        config = select_config(1, num_entries, k)
+        cases.append(
+            AotCase(
+                name=f"select_spread[N={num_entries},k={k},levels={config.levels}]",
+                kernel=_select_spread_kernel,
+                signature={n: t for n, t in pointers.items() if n != "tops"}
+                | dict.fromkeys(("candidate_keys", "candidates", "chunk_counts", "arrivals"), "*i32")
+                | dict.fromkeys(("score_stride", "maxima_stride", "table_stride", "num_entries", "k", "queries"), "i32"),
+                constants=_spread_constants(num_entries, k, config, 64),
+                num_warps=config.warps,
+                aligned=(
+                    "scores",
+                    "maxima",
+                    "candidate_keys",
+                    "candidates",
+                    "out",
+                    "score_stride",
+                    "maxima_stride",
+                    "num_entries",
+                ),
             )
         )
     for tops in (False, True):
