@@ -54,42 +54,29 @@ def _order(values, valid):
 
 
 @triton.jit
-def _choose(keys, floor, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
-    """The k largest keys, lowest index first among equals, HIDDEN ones never -> (chosen, rank among the chosen, k-th key).
+def _choose(keys, floor, count, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
+    """The k largest of `count` keys that are not HIDDEN, lowest index first among equals -> (chosen, rank among the chosen, k-th key).
 
     `floor`: a key that at least k others reach, or HIDDEN.
     """
-    count = tl.sum((keys != HIDDEN).to(tl.int32), 0)
-    high = tl.max(keys, 0)
     if WIDTH > K_BLOCK:  # the least of at least k maxima is such a key as well, however the keys are dealt out
         best = tl.max(tl.reshape(keys, (K_BLOCK, WIDTH // K_BLOCK), can_reorder=True), 1)
         floor = tl.maximum(floor, tl.min(best, 0))
-    low = tl.where(floor == HIDDEN, tl.min(tl.where(keys == HIDDEN, high, keys), 0), floor)
     # The k-th largest key: at least k keys reach `low`, fewer reach anything above `high`.
-    low_reach = tl.sum((keys >= low).to(tl.int32), 0)
-    high_reach = 1
-    if low_reach == k:
-        high = low
+    low = tl.maximum(floor, HIDDEN + 1)
+    high = tl.max(keys, 0)
     if count <= k:
         low = HIDDEN
         high = HIDDEN
-    step = 0
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)
-        if step % 2 == 0:  # the logarithm of the rank falls about linearly in the tail of a distribution
-            share = tl.log2(low_reach / k) / tl.maximum(tl.log2(low_reach / tl.maximum(high_reach, 0.5)), 1e-6)
-            guess = low + (tl.minimum(share, 1.0) * (high.to(tl.float32) - low.to(tl.float32))).to(tl.int64)
-            middle = tl.minimum(tl.maximum(guess, low.to(tl.int64) + 1), high).to(tl.int32)
         reach = tl.sum((keys >= middle).to(tl.int32), 0)
         if reach >= k:
             low = middle
-            low_reach = reach
         else:
             high = middle - 1
-            high_reach = reach
         if reach == k:
             high = middle
-        step += 1
     above = keys > low
     equal = (keys == low) & (keys != HIDDEN)
     room = k - tl.sum(above.to(tl.int32), 0)
@@ -98,6 +85,20 @@ def _choose(keys, floor, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
     equals = before & 0xFFFF
     chosen = above | (equal & (equals <= room))
     return chosen, (before >> 16) + tl.minimum(equals, room) - 1, low
+
+
+@triton.jit
+def _write(out, rank, index, chosen, found, k, pages, K_BLOCK: tl.constexpr, ENTRIES: tl.constexpr):
+    """Chosen positions to their ranks, as slots where pages are given; -1 after the `found` of them."""
+    tl.store(out + rank, index, mask=chosen)
+    slot = tl.arange(0, K_BLOCK)
+    if ENTRIES > 0:
+        tl.debug_barrier()
+        position = tl.load(out + slot, mask=slot < found, other=0)
+        position = tl.load(pages + position // ENTRIES, mask=slot < found, other=0) * ENTRIES + position % ENTRIES
+        tl.debug_barrier()
+        tl.store(out + slot, position, mask=slot < found)
+    tl.store(out + slot, -1, mask=(slot >= found) & (slot < k))
 
 
 @triton.jit
@@ -139,34 +140,32 @@ def _select_topk_kernel(
     index = tl.arange(0, WIDTH)
     if LEVELS == 1:
         width = seen
+        inside = index < num_entries
         first = scores + row * score_stride
     elif LEVELS == 2:
         width = groups
+        inside = index < maxima_stride
         first = maxima + row * maxima_stride
     else:
         width = supers
+        inside = index < tops_stride
         first = tops + row * tops_stride
-    keys = _order(tl.load(first + index, mask=index < width, other=0.0), index < width)
-    chosen, rank, floor = _choose(keys, HIDDEN, k, WIDTH, K_BLOCK)
+    keys = _order(tl.load(first + index, mask=inside, other=0.0), index < width)
+    chosen, rank, floor = _choose(keys, HIDDEN, width, k, WIDTH, K_BLOCK)
     if LEVELS == 3:
         tl.store(row_out + rank, index, mask=chosen)
         tl.debug_barrier()
         keys, index = _refine(maxima + row * maxima_stride, row_out, groups, tl.minimum(supers, k), k, K_BLOCK, GROUP)
         tl.debug_barrier()
-        chosen, rank, floor = _choose(keys, floor, k, K_BLOCK * GROUP, K_BLOCK)
+        chosen, rank, floor = _choose(keys, floor, groups, k, K_BLOCK * GROUP, K_BLOCK)
     if LEVELS >= 2:
         tl.store(row_out + rank, index, mask=chosen)
         tl.debug_barrier()
         keys, index = _refine(scores + row * score_stride, row_out, seen, tl.minimum(groups, k), k, K_BLOCK, GROUP)
         tl.debug_barrier()
-        chosen, rank, floor = _choose(keys, floor, k, K_BLOCK * GROUP, K_BLOCK)
-    slot = index
-    if ENTRIES > 0:
-        pages = page_table + row // queries * table_stride
-        slot = tl.load(pages + index // ENTRIES, mask=chosen, other=0) * ENTRIES + index % ENTRIES
-    tl.store(row_out + rank, slot, mask=chosen)
-    filler = tl.arange(0, K_BLOCK)
-    tl.store(row_out + filler, -1, mask=(filler >= seen) & (filler < k))
+        chosen, rank, floor = _choose(keys, floor, seen, k, K_BLOCK * GROUP, K_BLOCK)
+    pages = page_table + row // queries * table_stride
+    _write(row_out, rank, index, chosen, tl.minimum(seen, k), k, pages, K_BLOCK, ENTRIES)
 
 
 @triton.jit
@@ -231,6 +230,7 @@ def _finish(
     CHUNK: tl.constexpr,
     LOG_CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
+    K_BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
     """The k best of `total` <= WIDTH candidates, counts[c] of which lie from c * CHUNK on, by ascending position."""
@@ -243,29 +243,8 @@ def _finish(
     place = chunk * CHUNK + slot - tl.gather(ends - counts, chunk, 0)
     keys = tl.load(candidate_keys + place, mask=slot < total, other=HIDDEN, cache_modifier=".cg")
     index = tl.load(candidates + place, mask=slot < total, other=0, cache_modifier=".cg")
-    low = tl.min(tl.where(slot < total, keys, 2147483647), 0)
-    high = tl.max(keys, 0)
-    if total <= k:
-        high = low
-    while low < high:
-        middle = (low | high) - ((low ^ high) >> 1)
-        reach = tl.sum((keys >= middle).to(tl.int32), 0)
-        if reach >= k:
-            low = middle
-        else:
-            high = middle - 1
-        if reach == k:
-            high = middle
-    above = keys > low
-    equal = (keys == low) & (slot < total)
-    room = k - tl.sum(above.to(tl.int32), 0)
-    before = tl.cumsum((above.to(tl.int32) << 16) + equal.to(tl.int32), 0)
-    equals = before & 0xFFFF
-    chosen = above | (equal & (equals <= room))
-    rank = (before >> 16) + tl.minimum(equals, room) - 1
-    if ENTRIES > 0:
-        index = tl.load(pages + index // ENTRIES, mask=chosen, other=0) * ENTRIES + index % ENTRIES
-    tl.store(out + rank, index, mask=chosen)
+    chosen, rank, _ = _choose(keys, HIDDEN, total, k, WIDTH, K_BLOCK)
+    _write(out, rank, index, chosen, tl.minimum(total, k), k, pages, K_BLOCK, ENTRIES)
 
 
 @triton.jit
@@ -352,10 +331,10 @@ def _select_spread_kernel(
     count = 0
     if chunk * CHUNK < seen:
         entry = chunk * CHUNK + tl.arange(0, CHUNK)
-        keys = _order(tl.load(scores + row * score_stride + entry, mask=entry < seen, other=0.0), entry < seen)
+        keys = _order(tl.load(scores + row * score_stride + entry, mask=entry < num_entries, other=0.0), entry < seen)
         index = tl.arange(0, DEPTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        full = index < tl.cdiv(seen, SPAN)
-        tops = _order(tl.load(maxima + row * maxima_stride + index, mask=full, other=0.0), full)
+        tops = tl.load(maxima + row * maxima_stride + index, mask=index < maxima_stride, other=0.0)
+        tops = _order(tops, index < tl.cdiv(seen, SPAN))
         floor = _floor(tl.max(tops, 0), k)
         candidate = (keys >= floor) & (keys != HIDDEN)
         rank = tl.cumsum(candidate.to(tl.int32), 0) - 1
@@ -370,13 +349,13 @@ def _select_spread_kernel(
         total = tl.sum(counts, 0)
         pages = page_table + row // queries * table_stride
         if total <= 4 * K_BLOCK:
-            _finish(row_keys, row_candidates, counts, pages, row_out, total, k, CHUNK, LOG_CHUNKS, 4 * K_BLOCK, ENTRIES)
+            _finish(row_keys, row_candidates, counts, pages, row_out, total, k, CHUNK, LOG_CHUNKS, 4 * K_BLOCK, K_BLOCK, ENTRIES)
         elif total <= GROUP * K_BLOCK:
-            _finish(row_keys, row_candidates, counts, pages, row_out, total, k, CHUNK, LOG_CHUNKS, GROUP * K_BLOCK, ENTRIES)
+            _finish(
+                row_keys, row_candidates, counts, pages, row_out, total, k, CHUNK, LOG_CHUNKS, GROUP * K_BLOCK, K_BLOCK, ENTRIES
+            )
         else:
             _finish_many(row_keys, row_candidates, row_counts, pages, row_out, chunks, k, CHUNK, ENTRIES)
-        filler = tl.arange(0, K_BLOCK)
-        tl.store(row_out + filler, -1, mask=(filler >= seen) & (filler < k))
         tl.store(arrivals + row, 0)
 
 
