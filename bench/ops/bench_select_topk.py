@@ -18,8 +18,9 @@ from triton.errors import TritonError
 
 from abyssal.kv import layouts
 from abyssal.ops.index_score.gluon import index_score
+from abyssal.ops.index_score.triton import index_score_blocks
 from abyssal.ops.select_topk import select_topk as reference
-from abyssal.ops.select_topk.triton import GROUP, SelectConfig, select_config, select_topk
+from abyssal.ops.select_topk.triton import GROUP, SelectConfig, candidate_blocks, select_config, select_topk
 
 FAILURES = (TritonError, RuntimeError, ValueError, TypeError, AssertionError, ImportError)
 ROWS = [
@@ -110,11 +111,37 @@ def steps() -> list[dict]:
     return results
 
 
+def candidates() -> list[dict]:
+    """V4.1's second level: 2,048 blocks of 8, their scores, and the choice among them."""
+    results = []
+    for layout in ("index_fp8", "index_mxfp4"):
+        for n, entries in ((1, 262144), (1, 1048576), (16, 65536)):
+            paged = random_paged(layout, n, 1, 32, entries)
+            scores = torch.randn(n, 1, entries, device="cuda")
+            blocks, count = candidate_blocks(scores, paged.visible, 2048, 8)
+            score = functools.partial(index_score_blocks, layout=layouts.get(layout), entries_per_page=PAGE, block_size=8)
+
+            def publish(scores, visible):
+                return candidate_blocks(scores, visible, 2048, 8)[0]
+
+            def use(q, weights, pool, table, blocks, count, score=score):
+                return select_topk(score(q, weights, pool, table, blocks, count), count, 512, blocks=blocks, page_table=table)
+
+            row = f"{n} x {entries}"
+            results.append(measure("candidate blocks", row, publish, [(scores, paged.visible)], None))
+            inputs = [(*paged.arrays[:4], blocks, count)]
+            results.append(measure(f"{layout}, 16,384 candidates", row, score, inputs, None))
+            results.append(measure(f"{layout}, candidates + select", row, use, inputs, None))
+            del paged, scores
+            torch.cuda.empty_cache()
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    results = selections() + steps()
+    results = selections() + steps() + candidates()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; one read of 262,144 scores: {262144 * 4 / COPY_BANDWIDTH * 1e6:.2f} us"
     )

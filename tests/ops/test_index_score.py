@@ -120,6 +120,36 @@ def test_f01_kernel_with_zero_lengths(kernel, name):
         paged.check(paged.score(kernel, visible, out=torch.full((4, 1, 66), torch.nan)), visible)
 
 
+@pytest.mark.parametrize("name", PAGE_BYTES)
+def test_kernel_scores_candidate_blocks(name):
+    """Only the entries of the blocks that are listed, in their order; a row without blocks (V4.1 spec 3.6)."""
+    paged = Paged(name, 2, 2, 8, 200)
+    blocks = torch.tensor(
+        [[[0, 3, 7, 8, 9, 16, 17, 24, 20], [-1] * 9], [[8, 9, 23, 24, -1, -1, -1, -1, -1], [1, -1, -1, -1, -1, -1, -1, -1, -1]]]
+    )
+    visible = torch.tensor([[72, 0], [29, 3]])
+    out = torch.full((2, 2, 72), torch.nan)
+    arrays = (paged.q, paged.weights, paged.pool, paged.table, blocks.int(), visible.int())
+    got = triton.index_score_blocks(
+        *(x.to(DEVICE) for x in arrays), layout=paged.layout, entries_per_page=64, block_size=8, out=out.to(DEVICE)
+    ).cpu()
+    entries = (blocks.clamp(min=0).unsqueeze(-1) * 8 + torch.arange(8)).flatten(2)  # [2, 2, 72]
+    for i in range(2):
+        for j in range(2):
+            seen = int(visible[i, j])
+            keys = paged.keys[i, entries[i, j, :seen]].double()
+            terms = (keys @ paged.q[i, j].double().T).relu() * paged.weights[i, j].double()
+            assert ((got[i, j, :seen].double() - terms.sum(-1)).abs() <= 1e-5 * terms.abs().sum(-1)).all()
+            assert got[i, j, seen:].isnan().all()
+
+
+def test_kernel_needs_whole_blocks_in_a_page():
+    paged = Paged("index_fp8", 1, 1, 8, 64)
+    arrays = (paged.q, paged.weights, paged.pool, paged.table, torch.zeros(1, 1, 1).int(), torch.ones(1, 1).int())
+    with pytest.raises(ValueError, match="blocks of 48"):
+        triton.index_score_blocks(*arrays, layout=paged.layout, entries_per_page=64, block_size=48)
+
+
 @pytest.mark.parametrize("programs", [1, 3, 7, 40])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_work_split_covers_everything_once(kernel, programs):

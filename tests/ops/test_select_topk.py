@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from abyssal.ops.select_topk import candidate_mask, select_topk
-from abyssal.ops.select_topk.triton import SelectConfig, select_config
+from abyssal.ops.select_topk.triton import SelectConfig, candidate_blocks, select_config
 from abyssal.ops.select_topk.triton import select_topk as select_topk_kernel
 
 
@@ -188,6 +188,24 @@ def test_kernel_returns_slots_and_takes_maxima(chunk):
     positions = select_topk(scores, visible, k)
     slots = torch.gather(table.unsqueeze(1).expand(2, 2, 4), 2, positions.clamp(min=0) // 64) * 64 + positions % 64
     assert torch.equal(got, torch.where(positions >= 0, slots, -1).int())
+
+
+@pytest.mark.parametrize("kept", [1, 5, 40])
+def test_kernel_candidate_blocks(kept):
+    """The blocks and the choice among them are those of the mask; what is not visible is NaN (V4.1 spec 3.6)."""
+    torch.manual_seed(kept)
+    visible = torch.tensor([[0, 1, 7, 8], [9, 100, 196, 197]])
+    scores = torch.randint(0, 9, (2, 4, 197)).float()
+    scores[torch.arange(197) >= visible.unsqueeze(-1)] = torch.nan
+    mask = candidate_mask(scores, visible, kept, 8)
+    blocks, count = candidate_blocks(scores.to(DEVICE), visible.int().to(DEVICE), kept, 8)
+    entries = (blocks.cpu().unsqueeze(-1) * 8 + torch.arange(8)).flatten(2)
+    assert torch.equal(count.cpu(), mask.sum(-1).int())
+    for row_entries, row_count, row_mask in zip(entries.view(8, -1), count.flatten(), mask.view(8, -1), strict=True):
+        assert row_entries[:row_count].tolist() == row_mask.nonzero().flatten().tolist()
+    compact = torch.gather(torch.nn.functional.pad(scores, (0, 8), value=torch.nan), 2, entries.long().clamp(min=0)).to(DEVICE)
+    chosen = select_topk_kernel(compact, count, 12, blocks=blocks).cpu()
+    assert torch.equal(chosen, select_topk(scores, visible, 12, mask))
 
 
 def test_config_searches_few_values_first():

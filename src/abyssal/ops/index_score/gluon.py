@@ -39,17 +39,6 @@ def _add(a, b):
 
 
 @gluon.jit
-def _dimension(k, LAYOUT: gl.constexpr):
-    """Which dimension of a key stands at position k of the product."""
-    if LAYOUT == "index_fp8":
-        # k: 1 element, 2 lane, 1 pair, 2 word, 1 half; dimension: element, pair, word, lane, half
-        return (k & 65) | (((k >> 3) & 1) << 1) | (((k >> 4) & 3) << 2) | (((k >> 1) & 3) << 4)
-    else:
-        # k: 1 element, 2 lane, 2 nibble, 2 word; dimension: nibble, element, word, lane
-        return ((k >> 3) & 3) | ((k & 1) << 2) | (((k >> 5) & 3) << 3) | (((k >> 1) & 3) << 5)
-
-
-@gluon.jit
 def _copy_page(pool, page, page_words, words, scales, live, MMA: gl.constexpr):
     """A page's keys and scales, one word per key, on their way into shared memory."""
     WORDS: gl.constexpr = words.shape[1]
@@ -61,6 +50,15 @@ def _copy_page(pool, page, page_words, words, scales, live, MMA: gl.constexpr):
     row = gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
     async_copy.async_copy_global_to_shared(scales, base + KEYS * WORDS + row, mask=live)
     async_copy.commit_group()
+
+
+@gluon.jit
+def _copy_ahead(pool, page, pages, page_words, words, scales, tile, count, STAGES: gl.constexpr, MMA: gl.constexpr):
+    """The copy that takes the room of the tile before `tile` -> the page after it."""
+    ahead = tile + STAGES - 1
+    slot = ahead % STAGES
+    _copy_page(pool, page, page_words, words.index(slot), scales.index(slot), ahead < count, MMA)
+    return gl.load(pages + ahead + 1, mask=ahead + 1 < count, other=0)
 
 
 @gluon.jit
@@ -134,17 +132,56 @@ def _store_query(q, shared, live, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
     """One query [HEADS, DIM] into shared memory, in the keys' order of dimensions."""
     QUERY: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))[:, None]
-    k = gl.arange(0, DIM, gl.SliceLayout(0, QUERY))[None, :]
-    values = gl.load(q + head * DIM + _dimension(k, LAYOUT), mask=live)
+    values = gl.load(q + head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, QUERY))[None, :], mask=live)
     if LAYOUT == "index_fp8":
-        shared.store(values.to(gl.float8e4nv, bitcast=True).to(gl.float16))
+        values = values.to(gl.float8e4nv, bitcast=True).to(gl.float16)
+        # dimension: half, lane, word, pair, element; place in the product: half, word, pair, lane, element
+        values = gl.permute(gl.reshape(values, (HEADS, 2, 4, 4, 2, 2)), (0, 1, 3, 4, 2, 5))
     else:
-        shared.store((values.to(gl.float32) * 9223372036854775808.0).to(gl.bfloat16))  # 2^63, which the keys lack
+        values = (values.to(gl.float32) * 9223372036854775808.0).to(gl.bfloat16)  # 2^63, which the keys lack
+        # dimension: lane, word, high bit of the nibble, other bits; place: word, other bits, lane, high bit
+        values = gl.permute(gl.reshape(values, (HEADS, 4, 4, 2, 4)), (0, 2, 4, 1, 3))
+    shared.store(gl.reshape(values, (HEADS, DIM)))
 
 
 @gluon.jit
 def _half_weights(weights, HEADS: gl.constexpr, MMA: gl.constexpr):
     return 0.5 * gl.load(weights + gl.arange(0, HEADS, gl.SliceLayout(0, MMA)))
+
+
+@gluon.jit
+def _take_tile(words, scales, tile, STAGES: gl.constexpr, LAYOUT: gl.constexpr, MMA: gl.constexpr):
+    """Keys of a tile, widened, and their scales, as soon as they are in shared memory."""
+    async_copy.wait_group(STAGES - 2)
+    scale = scales.index(tile % STAGES).load(gl.SliceLayout(1, MMA))
+    packed = words.index(tile % STAGES).load(_word_layout(words.shape[2]))
+    if LAYOUT == "index_fp8":
+        keys = _widen_fp8(packed, MMA)
+    else:
+        keys = _widen_mxfp4(packed, scale, MMA)
+    return keys, scale
+
+
+@gluon.jit
+def _multiply(keys, query, HEADS: gl.constexpr, MMA: gl.constexpr):
+    dots = gl.zeros([KEYS, HEADS], gl.float32, MMA)
+    return warpgroup_mma(keys, query.permute((1, 0)), dots, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _store_scores(
+    dots, w, scale, tile, reach, out, best_out, LAYOUT: gl.constexpr, GROUP: gl.constexpr, MAXIMA: gl.constexpr, MMA: gl.constexpr
+):
+    entry = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
+    # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
+    scores = gl.sum((dots + gl.abs(dots)) * w[None, :], 1)
+    if LAYOUT == "index_fp8":
+        scores *= scale.to(gl.float32, bitcast=True)  # a positive scale passes the relu
+    gl.store(out + entry, scores, mask=entry < reach)
+    if MAXIMA:
+        best = gl.max(gl.reshape(gl.where(entry < reach, scores, -float("inf")), (KEYS // GROUP, GROUP)), 1)
+        group = tile * (KEYS // GROUP) + gl.arange(0, KEYS // GROUP, best.type.layout)
+        gl.store(best_out + group, best, mask=group * GROUP < reach)
 
 
 @gluon.jit
@@ -178,7 +215,6 @@ def _index_score_kernel_sm90(
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], TYPE)
     q_shared = gl.allocate_shared_memory(TYPE, [QUERIES, HEADS, DIM], SHARED)
     KEY_WORDS: gl.constexpr = 32 if LAYOUT == "index_fp8" else 16
-    WORDS: gl.constexpr = _word_layout(KEY_WORDS)
     # Eight lanes read 16 bytes each of two keys: the swizzle puts them into different banks.
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=32 // KEY_WORDS, max_phase=KEY_WORDS // 4, order=[1, 0])
     words = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, KEY_WORDS], SWIZZLED)
@@ -222,34 +258,33 @@ def _index_score_kernel_sm90(
         out_row = out + query * out_stride
         best_row = maxima + query * maxima_stride
 
-        for tile in range(count):
-            async_copy.wait_group(STAGES - 2)
-            scale = scales.index(tile % STAGES).load(gl.SliceLayout(1, MMA))
-            if LAYOUT == "index_fp8":
-                keys = _widen_fp8(words.index(tile % STAGES).load(WORDS), MMA)
-            else:
-                keys = _widen_mxfp4(words.index(tile % STAGES).load(WORDS), scale, MMA)
-            next_tile = tile + STAGES - 1
-            slot = next_tile % STAGES
-            _copy_page(pool, page, page_words, words.index(slot), scales.index(slot), next_tile < count, MMA)
-            page = gl.load(pages + next_tile + 1, mask=next_tile + 1 < count, other=0)
-            entry = (first + tile) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
-            for j in gl.static_range(QUERIES):
-                if QUERIES > 1:  # a single query's weights stay in registers
+        if QUERIES == 1:
+            # Of two tiles, the widening of the second and the sums of the first run beside the other's product.
+            for tile in range(0, count, 2):
+                keys, scale = _take_tile(words, scales, tile, STAGES, LAYOUT, MMA)
+                page = _copy_ahead(pool, page, pages, page_words, words, scales, tile, count, STAGES, MMA)
+                dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
+                next_keys, next_scale = _take_tile(words, scales, tile + 1, STAGES, LAYOUT, MMA)
+                page = _copy_ahead(pool, page, pages, page_words, words, scales, tile + 1, count, STAGES, MMA)
+                dots = warpgroup_mma_wait(0, deps=(dots,))
+                next_dots = _multiply(next_keys, q_shared.index(0), HEADS, MMA)
+                _store_scores(dots, w, scale, first + tile, reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
+                next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
+                next_reach = gl.where(tile + 1 < count, reach, 0)
+                _store_scores(
+                    next_dots, w, next_scale, first + tile + 1, next_reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA
+                )
+        else:
+            for tile in range(count):
+                keys, scale = _take_tile(words, scales, tile, STAGES, LAYOUT, MMA)
+                page = _copy_ahead(pool, page, pages, page_words, words, scales, tile, count, STAGES, MMA)
+                for j in gl.static_range(QUERIES):
                     w = _half_weights(weights + (query + gl.minimum(j, queries - 1)) * HEADS, HEADS, MMA)
                     reach = gl.minimum(gl.load(visible + query + j, mask=j < queries, other=0), num_entries)
-                dots = gl.zeros([KEYS, HEADS], gl.float32, MMA)
-                dots = warpgroup_mma(keys, q_shared.index(j).permute((1, 0)), dots, use_acc=False, is_async=True)
-                dots = warpgroup_mma_wait(0, deps=(dots,))
-                # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
-                scores = gl.sum((dots + gl.abs(dots)) * w[None, :], 1)
-                if LAYOUT == "index_fp8":
-                    scores *= scale.to(gl.float32, bitcast=True)  # a positive scale passes the relu
-                gl.store(out_row + j * out_stride + entry, scores, mask=entry < reach)
-                if MAXIMA:
-                    best = gl.max(gl.reshape(gl.where(entry < reach, scores, -float("inf")), (KEYS // GROUP, GROUP)), 1)
-                    group = (first + tile) * (KEYS // GROUP) + gl.arange(0, KEYS // GROUP, best.type.layout)
-                    gl.store(best_row + j * maxima_stride + group, best, mask=group * GROUP < reach)
+                    dots = _multiply(keys, q_shared.index(j), HEADS, MMA)
+                    dots = warpgroup_mma_wait(0, deps=(dots,))
+                    out_j, best_j = out_row + j * out_stride, best_row + j * maxima_stride
+                    _store_scores(dots, w, scale, first + tile, reach, out_j, best_j, LAYOUT, GROUP, MAXIMA, MMA)
 
 
 @dataclass(frozen=True)
@@ -261,10 +296,11 @@ class ScoreConfig:
     stages: int  # tiles in shared memory per program, all but one of them on their way
 
 
-def score_config(n: int, b: int, multiprocessors: int) -> ScoreConfig:
-    """As many programs as fit: the conversions and sums of one hide behind the products of another."""
+def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
+    """As many programs as registers and shared memory hold: one converts and sums beside another's products."""
     queries = min(4, triton.next_power_of_2(b))
-    return ScoreConfig(programs=multiprocessors * (4 if n * b == 1 else 3 if queries == 1 else 2), queries=queries, stages=4)
+    copies = 2 if queries > 1 else 3 if heads == 64 else 4
+    return ScoreConfig(programs=copies * multiprocessors, queries=queries, stages=4)
 
 
 def index_score(
@@ -294,7 +330,7 @@ def index_score(
     if out.numel() == 0:
         return out
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
-    config = config or score_config(n, b, multiprocessors(q))
+    config = config or score_config(b, heads, multiprocessors(q))
     rows = n * -(-b // config.queries)
     _index_score_kernel_sm90[(config.programs,)](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,

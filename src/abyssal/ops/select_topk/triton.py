@@ -88,17 +88,17 @@ def _choose(keys, floor, count, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _write(out, rank, index, chosen, found, k, pages, K_BLOCK: tl.constexpr, ENTRIES: tl.constexpr):
-    """Chosen positions to their ranks, as slots where pages are given; -1 after the `found` of them."""
-    tl.store(out + rank, index, mask=chosen)
+def _finish_row(out, found, k, blocks, pages, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr):
+    """Places among candidates become positions where blocks are given, these slots where pages are; -1 after the `found` of them."""
     slot = tl.arange(0, K_BLOCK)
+    tl.debug_barrier()
+    position = tl.load(out + slot, mask=slot < found, other=0)
+    if BLOCK > 0:
+        position = tl.load(blocks + position // BLOCK, mask=slot < found, other=0) * BLOCK + position % BLOCK
     if ENTRIES > 0:
-        tl.debug_barrier()
-        position = tl.load(out + slot, mask=slot < found, other=0)
         position = tl.load(pages + position // ENTRIES, mask=slot < found, other=0) * ENTRIES + position % ENTRIES
-        tl.debug_barrier()
-        tl.store(out + slot, position, mask=slot < found)
-    tl.store(out + slot, -1, mask=(slot >= found) & (slot < k))
+    tl.debug_barrier()
+    tl.store(out + slot, tl.where(slot < found, position, -1), mask=slot < k)
 
 
 @triton.jit
@@ -117,11 +117,13 @@ def _select_topk_kernel(
     maxima,  # fp32 [rows, maxima_stride]: of GROUP entries
     tops,  # fp32 [rows, tops_stride]: of GROUP maxima
     visible,  # int32 [rows]
+    blocks,  # int32 [rows, blocks_stride]: of the candidates that the entries are
     page_table,  # int32 [rows / queries, table_stride]
     out,  # int32 [rows, k]
     score_stride,
     maxima_stride,
     tops_stride,
+    blocks_stride,
     table_stride,
     num_entries,
     k,
@@ -130,6 +132,7 @@ def _select_topk_kernel(
     WIDTH: tl.constexpr,  # of the first step
     K_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,  # entries of such a block; 0: they are all entries
     ENTRIES: tl.constexpr,  # entries per page; 0: positions are wanted
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -164,8 +167,9 @@ def _select_topk_kernel(
         keys, index = _refine(scores + row * score_stride, row_out, seen, tl.minimum(groups, k), k, K_BLOCK, GROUP)
         tl.debug_barrier()
         chosen, rank, floor = _choose(keys, floor, seen, k, K_BLOCK * GROUP, K_BLOCK)
+    tl.store(row_out + rank, index, mask=chosen)
     pages = page_table + row // queries * table_stride
-    _write(row_out, rank, index, chosen, tl.minimum(seen, k), k, pages, K_BLOCK, ENTRIES)
+    _finish_row(row_out, tl.minimum(seen, k), k, blocks + row * blocks_stride, pages, K_BLOCK, BLOCK, ENTRIES)
 
 
 @triton.jit
@@ -219,11 +223,10 @@ def _floor(keys, k):
 
 
 @triton.jit
-def _finish(
+def _choose_from_few(
     candidate_keys,
     candidates,
     counts,
-    pages,
     out,
     total,
     k,
@@ -231,7 +234,6 @@ def _finish(
     LOG_CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    ENTRIES: tl.constexpr,
 ):
     """The k best of `total` <= WIDTH candidates, counts[c] of which lie from c * CHUNK on, by ascending position."""
     ends = tl.cumsum(counts, 0)
@@ -244,12 +246,12 @@ def _finish(
     keys = tl.load(candidate_keys + place, mask=slot < total, other=HIDDEN, cache_modifier=".cg")
     index = tl.load(candidates + place, mask=slot < total, other=0, cache_modifier=".cg")
     chosen, rank, _ = _choose(keys, HIDDEN, total, k, WIDTH, K_BLOCK)
-    _write(out, rank, index, chosen, tl.minimum(total, k), k, pages, K_BLOCK, ENTRIES)
+    tl.store(out + rank, index, mask=chosen)
 
 
 @triton.jit
-def _finish_many(candidate_keys, candidates, chunk_counts, pages, out, chunks, k, CHUNK: tl.constexpr, ENTRIES: tl.constexpr):
-    """As `_finish` for any number of candidates above k, chunk after chunk."""
+def _choose_from_chunks(candidate_keys, candidates, chunk_counts, out, chunks, k, CHUNK: tl.constexpr):
+    """As `_choose_from_few` for any number of candidates above k, chunk after chunk."""
     slot = tl.arange(0, CHUNK)
     low = HIDDEN + 1
     high = 2147483647
@@ -283,8 +285,6 @@ def _finish_many(candidate_keys, candidates, chunk_counts, pages, out, chunks, k
         aboves = above_before + tl.cumsum(above.to(tl.int32), 0)
         equals = equal_before + tl.cumsum(equal.to(tl.int32), 0)
         chosen = above | (equal & (equals <= room))
-        if ENTRIES > 0:
-            index = tl.load(pages + index // ENTRIES, mask=chosen, other=0) * ENTRIES + index % ENTRIES
         tl.store(out + aboves + tl.minimum(equals, room) - 1, index, mask=chosen)
         above_before += tl.sum(above.to(tl.int32), 0)
         equal_before += tl.sum(equal.to(tl.int32), 0)
@@ -295,6 +295,7 @@ def _select_spread_kernel(
     scores,  # fp32 [rows, score_stride]
     maxima,  # fp32 [rows, maxima_stride]: of SPAN entries
     visible,  # int32 [rows]
+    blocks,  # int32 [rows, blocks_stride]: of the candidates that the entries are
     page_table,  # int32 [rows / queries, table_stride]
     out,  # int32 [rows, k]
     candidate_keys,  # int32 [rows, chunks * CHUNK]
@@ -303,6 +304,7 @@ def _select_spread_kernel(
     arrivals,  # int32 [rows], zero before and after
     score_stride,
     maxima_stride,
+    blocks_stride,
     table_stride,
     num_entries,
     k,
@@ -314,6 +316,7 @@ def _select_spread_kernel(
     DEPTH: tl.constexpr,  # maxima per value of this search
     K_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
     """Chunk program_id(0) of a row: its entries above a floor that k entries reach; the last program of the row chooses among them.
@@ -347,16 +350,44 @@ def _select_spread_kernel(
         each = tl.arange(0, 1 << LOG_CHUNKS)
         counts = tl.load(row_counts + each, mask=each < chunks, other=0, cache_modifier=".cg")
         total = tl.sum(counts, 0)
-        pages = page_table + row // queries * table_stride
         if total <= 4 * K_BLOCK:
-            _finish(row_keys, row_candidates, counts, pages, row_out, total, k, CHUNK, LOG_CHUNKS, 4 * K_BLOCK, K_BLOCK, ENTRIES)
+            _choose_from_few(row_keys, row_candidates, counts, row_out, total, k, CHUNK, LOG_CHUNKS, 4 * K_BLOCK, K_BLOCK)
         elif total <= GROUP * K_BLOCK:
-            _finish(
-                row_keys, row_candidates, counts, pages, row_out, total, k, CHUNK, LOG_CHUNKS, GROUP * K_BLOCK, K_BLOCK, ENTRIES
-            )
+            _choose_from_few(row_keys, row_candidates, counts, row_out, total, k, CHUNK, LOG_CHUNKS, GROUP * K_BLOCK, K_BLOCK)
         else:
-            _finish_many(row_keys, row_candidates, row_counts, pages, row_out, chunks, k, CHUNK, ENTRIES)
+            _choose_from_chunks(row_keys, row_candidates, row_counts, row_out, chunks, k, CHUNK)
+        pages = page_table + row // queries * table_stride
+        _finish_row(row_out, tl.minimum(seen, k), k, blocks + row * blocks_stride, pages, K_BLOCK, BLOCK, ENTRIES)
         tl.store(arrivals + row, 0)
+
+
+@triton.jit
+def _block_maxima_kernel(
+    scores,
+    visible,
+    maxima,
+    visible_blocks,
+    visible_candidates,
+    score_stride,
+    maxima_stride,
+    num_entries,
+    kept,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Largest visible score of each of BLOCKS blocks, infinite for the newest block; how many blocks and candidates a query has."""
+    row = tl.program_id(1).to(tl.int64)
+    seen = tl.minimum(tl.load(visible + row), num_entries)
+    count = tl.cdiv(seen, BLOCK)
+    if tl.program_id(0) == 0:
+        tl.store(visible_blocks + row, count)
+        # the newest block is the last of those kept: what lies before it is full
+        tl.store(visible_candidates + row, seen - tl.maximum(count - kept, 0) * BLOCK)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    entry = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values = tl.load(scores + row * score_stride + entry, mask=entry < seen, other=-float("inf"))
+    best = tl.where(block == count - 1, float("inf"), tl.max(values, 1))
+    tl.store(maxima + row * maxima_stride + block, best, mask=block < count)
 
 
 MAXIMA_BLOCK = 2048  # entries per program: 128 programs for 2^18
@@ -368,6 +399,7 @@ def select_topk(
     k: int,
     *,
     maxima: Tensor | None = None,
+    blocks: Tensor | None = None,
     page_table: Tensor | None = None,
     entries_per_page: int = 64,
     arrivals: Tensor | None = None,
@@ -381,6 +413,7 @@ def select_topk(
         visible: int32 [n, b], at most N. Read on the GPU: a captured graph follows it.
         k: 1 to 2048.
         maxima: fp32 [n, b, >= N / 16], the largest visible score of every 16 entries, as `index_score` writes them; computed if missing.
+        blocks: int32 [n, b, K]: the entries are those of K blocks, as `index_score_blocks` scores them; results are theirs.
         page_table: int32 [n, P]: results are slots page * entries_per_page + row; without it they are positions.
         arrivals: int32 [n, b] of zeros, left as zeros; saves their making. Calls that may overlap in time need one each.
         out: int32 [n, b, k].
@@ -426,7 +459,16 @@ def select_topk(
     assert maxima is None or (maxima.is_contiguous() and maxima.shape[-1] >= groups)
     if config.chunk:
         _launch_spread(
-            scores, maxima if config.levels == 2 else tops, visible, k, page_table, entries_per_page, arrivals, out, config
+            scores,
+            maxima if config.levels == 2 else tops,
+            visible,
+            k,
+            blocks,
+            page_table,
+            entries_per_page,
+            arrivals,
+            out,
+            config,
         )
         return out
     width = num_entries if config.levels == 1 else -(-num_entries // GROUP ** (config.levels - 1))
@@ -435,11 +477,13 @@ def select_topk(
         maxima if maxima is not None else scores,
         tops,
         visible,
+        blocks if blocks is not None else visible,
         page_table if page_table is not None else visible,
         out,
         scores.stride(1),
         maxima.shape[-1] if maxima is not None else 0,
         tops.shape[-1],
+        blocks.shape[2] if blocks is not None else 0,
         page_table.stride(0) if page_table is not None else 0,
         num_entries,
         k,
@@ -448,10 +492,46 @@ def select_topk(
         WIDTH=max(16, triton.next_power_of_2(width)),
         K_BLOCK=triton.next_power_of_2(k),
         GROUP=GROUP,
+        BLOCK=num_entries // blocks.shape[2] if blocks is not None else 0,
         ENTRIES=entries_per_page if page_table is not None else 0,
         num_warps=config.warps,
     )
     return out
+
+
+def candidate_blocks(scores: Tensor, visible: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """The best `blocks` blocks of every query, the one with its newest visible entry always among them (V4.1 spec 3.6).
+
+    Args:
+        scores: fp32 [n, b, N] without NaN; entries at and beyond `visible` are ignored.
+        visible: int32 [n, b], at most N.
+        blocks: 1 to 2048.
+        block_size: entries of a block, a power of two.
+
+    Returns:
+        Blocks int32 [n, b, blocks], ascending, then -1, and how many visible entries they hold, int32 [n, b].
+    """
+    n, b, num_entries = scores.shape
+    count = -(-num_entries // block_size)
+    maxima = scores.new_empty(n, b, count)
+    visible_blocks, visible_candidates = torch.empty_like(visible), torch.empty_like(visible)
+    per_program = 2048 // block_size
+    if count:
+        _block_maxima_kernel[(-(-count // per_program), n * b)](
+            scores,
+            visible,
+            maxima,
+            visible_blocks,
+            visible_candidates,
+            scores.stride(1),
+            count,
+            num_entries,
+            blocks,
+            BLOCK=block_size,
+            BLOCKS=per_program,
+            num_warps=4,
+        )
+    return select_topk(maxima, visible_blocks, blocks), visible_candidates
 
 
 def _launch_spread(
@@ -459,6 +539,7 @@ def _launch_spread(
     maxima: Tensor,
     visible: Tensor,
     k: int,
+    blocks: Tensor | None,
     page_table: Tensor | None,
     entries_per_page: int,
     arrivals: Tensor | None,
@@ -472,6 +553,7 @@ def _launch_spread(
         scores,
         maxima,
         visible,
+        blocks if blocks is not None else visible,
         page_table if page_table is not None else visible,
         out,
         candidates[0],
@@ -480,16 +562,19 @@ def _launch_spread(
         arrivals if arrivals is not None else candidates.new_zeros(n * b),
         scores.stride(1),
         maxima.shape[-1],
+        blocks.shape[2] if blocks is not None else 0,
         page_table.stride(0) if page_table is not None else 0,
         num_entries,
         k,
         b,
-        **_spread_constants(num_entries, k, config, entries_per_page if page_table is not None else 0),
+        **_spread_constants(num_entries, k, config),
+        BLOCK=num_entries // blocks.shape[2] if blocks is not None else 0,
+        ENTRIES=entries_per_page if page_table is not None else 0,
         num_warps=config.warps,
     )
 
 
-def _spread_constants(num_entries: int, k: int, config: SelectConfig, entries: int) -> dict[str, int]:
+def _spread_constants(num_entries: int, k: int, config: SelectConfig) -> dict[str, int]:
     span = GROUP ** (config.levels - 1)
     values = triton.next_power_of_2(-(-num_entries // span))
     width = max(16, min(4096, values))
@@ -501,13 +586,20 @@ def _spread_constants(num_entries: int, k: int, config: SelectConfig, entries: i
         "DEPTH": max(1, values // width),
         "K_BLOCK": triton.next_power_of_2(k),
         "GROUP": GROUP,
-        "ENTRIES": entries,
     }
 
 
 def aot_cases() -> list[AotCase]:
     """One, two and three levels, positions and slots."""
-    pointers = {"scores": "*fp32", "maxima": "*fp32", "tops": "*fp32", "visible": "*i32", "page_table": "*i32", "out": "*i32"}
+    pointers = {
+        "scores": "*fp32",
+        "maxima": "*fp32",
+        "tops": "*fp32",
+        "visible": "*i32",
+        "blocks": "*i32",
+        "page_table": "*i32",
+        "out": "*i32",
+    }
     strides = ("score_stride", "maxima_stride", "tops_stride")
     cases = []
     for num_entries, k, entries in (
@@ -522,12 +614,16 @@ def aot_cases() -> list[AotCase]:
             AotCase(
                 name=f"select_topk[N={num_entries},k={k},levels={config.levels},entries_per_page={entries}]",
                 kernel=_select_topk_kernel,
-                signature={**pointers, **dict.fromkeys((*strides, "table_stride", "num_entries", "k", "queries"), "i32")},
+                signature={
+                    **pointers,
+                    **dict.fromkeys((*strides, "blocks_stride", "table_stride", "num_entries", "k", "queries"), "i32"),
+                },
                 constants={
                     "LEVELS": config.levels,
                     "WIDTH": triton.next_power_of_2(-(-num_entries // GROUP ** (config.levels - 1))),
                     "K_BLOCK": k,
                     "GROUP": GROUP,
+                    "BLOCK": 0,
                     "ENTRIES": entries,
                 },
                 num_warps=config.warps,
@@ -543,8 +639,10 @@ def aot_cases() -> list[AotCase]:
                 kernel=_select_spread_kernel,
                 signature={n: t for n, t in pointers.items() if n != "tops"}
                 | dict.fromkeys(("candidate_keys", "candidates", "chunk_counts", "arrivals"), "*i32")
-                | dict.fromkeys(("score_stride", "maxima_stride", "table_stride", "num_entries", "k", "queries"), "i32"),
-                constants=_spread_constants(num_entries, k, config, 64),
+                | dict.fromkeys(
+                    ("score_stride", "maxima_stride", "blocks_stride", "table_stride", "num_entries", "k", "queries"), "i32"
+                ),
+                constants=_spread_constants(num_entries, k, config) | {"BLOCK": 0, "ENTRIES": 64},
                 num_warps=config.warps,
                 aligned=(
                     "scores",
@@ -558,12 +656,23 @@ def aot_cases() -> list[AotCase]:
                 ),
             )
         )
+    cases.append(
+        AotCase(
+            name="block_maxima[block_size=8]",
+            kernel=_block_maxima_kernel,
+            signature={"scores": "*fp32", "visible": "*i32", "maxima": "*fp32"}
+            | dict.fromkeys(("visible_blocks", "visible_candidates"), "*i32")
+            | dict.fromkeys(("score_stride", "maxima_stride", "num_entries", "kept"), "i32"),
+            constants={"BLOCK": 8, "BLOCKS": 256},
+            aligned=("scores", "maxima", "score_stride", "maxima_stride", "num_entries", "kept"),
+        )
+    )
     for tops in (False, True):
         cases.append(
             AotCase(
                 name=f"group_maxima[tops={tops}]",
                 kernel=_group_maxima_kernel,
-                signature={n: t for n, t in pointers.items() if n not in ("page_table", "out")}
+                signature={n: t for n, t in pointers.items() if n not in ("blocks", "page_table", "out")}
                 | dict.fromkeys((*strides, "num_entries"), "i32"),
                 constants={"GROUP": GROUP, "TOPS": tops, "BLOCK": MAXIMA_BLOCK},
                 aligned=("scores", "maxima", "tops", *strides, "num_entries"),
