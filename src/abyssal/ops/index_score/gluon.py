@@ -39,26 +39,23 @@ def _add(a, b):
 
 
 @gluon.jit
-def _copy_page(pool, page, page_words, words, scales, live, MMA: gl.constexpr):
-    """A page's keys and scales, one word per key, on their way into shared memory."""
-    WORDS: gl.constexpr = words.shape[1]
-    LAYOUT: gl.constexpr = _word_layout(WORDS)
-    base = pool + page.to(gl.int64) * page_words
-    key = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
-    word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
-    async_copy.async_copy_global_to_shared(words, base + key * WORDS + word, mask=live)
-    row = gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
-    async_copy.async_copy_global_to_shared(scales, base + KEYS * WORDS + row, mask=live)
-    async_copy.commit_group()
+def _page(pages, tile, end, TILES: gl.constexpr):
+    return gl.load(pages + tile // TILES, mask=tile < end, other=0)
 
 
 @gluon.jit
-def _copy_ahead(pool, page, pages, page_words, words, scales, tile, count, STAGES: gl.constexpr, MMA: gl.constexpr):
-    """The copy that takes the room of the tile before `tile` -> the page after it."""
-    ahead = tile + STAGES - 1
-    slot = ahead % STAGES
-    _copy_page(pool, page, page_words, words.index(slot), scales.index(slot), ahead < count, MMA)
-    return gl.load(pages + ahead + 1, mask=ahead + 1 < count, other=0)
+def _copy_tile(pool, page, page_words, words, scales, tile, end, STAGES: gl.constexpr, TILES: gl.constexpr, MMA: gl.constexpr):
+    """A tile's keys and scales, one word per key, on their way into their place in shared memory, if it lies before `end`."""
+    WORDS: gl.constexpr = words.shape[2]
+    LAYOUT: gl.constexpr = _word_layout(WORDS)
+    base = pool + page.to(gl.int64) * page_words
+    part = tile % TILES * KEYS
+    key = part + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
+    async_copy.async_copy_global_to_shared(words.index(tile % STAGES), base + key * WORDS + word, mask=tile < end)
+    row = part + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
+    async_copy.async_copy_global_to_shared(scales.index(tile % STAGES), base + TILES * KEYS * WORDS + row, mask=tile < end)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -207,6 +204,7 @@ def _index_score_kernel_sm90(
     GROUP: gl.constexpr,
     MAXIMA: gl.constexpr,
     STAGES: gl.constexpr,  # tiles in shared memory
+    TILES: gl.constexpr,  # per page
 ):
     """A row of work is QUERIES queries of a sequence against its pages; program p takes tiles [p, p + 1) / programs of all rows'."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
@@ -237,14 +235,14 @@ def _index_score_kernel_sm90(
         row_end = gl.sum(gl.where(rows == row, ends, 0), 0)
         first = begin - row_end + gl.sum(gl.where(rows == row, tiles, 0), 0)
         stop = gl.minimum(end, row_end)
-        count = stop - begin
+        last = first + stop - begin
         begin = stop
         sequence = row // blocks
-        pages = page_table + sequence.to(gl.int64) * table_stride + first
+        pages = page_table + sequence.to(gl.int64) * table_stride
         for s in gl.static_range(STAGES - 1):
-            page = gl.load(pages + s, mask=s < count, other=0)
-            _copy_page(pool, page, page_words, words.index(s), scales.index(s), s < count, MMA)
-        page = gl.load(pages + STAGES - 1, mask=STAGES - 1 < count, other=0)
+            page = _page(pages, first + s, last, TILES)
+            _copy_tile(pool, page, page_words, words, scales, first + s, last, STAGES, TILES, MMA)
+        page = _page(pages, first + STAGES - 1, last, TILES)
 
         query = (sequence * b + row % blocks * QUERIES).to(gl.int64)
         queries = gl.minimum(b - row % blocks * QUERIES, QUERIES)
@@ -260,31 +258,34 @@ def _index_score_kernel_sm90(
 
         if QUERIES == 1:
             # Of two tiles, the widening of the second and the sums of the first run beside the other's product.
-            for tile in range(0, count, 2):
+            for tile in range(first, last, 2):
+                ahead = tile + STAGES - 1
                 keys, scale = _take_tile(words, scales, tile, STAGES, LAYOUT, MMA)
-                page = _copy_ahead(pool, page, pages, page_words, words, scales, tile, count, STAGES, MMA)
+                _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES, MMA)
+                page = _page(pages, ahead + 1, last, TILES)
                 dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
                 next_keys, next_scale = _take_tile(words, scales, tile + 1, STAGES, LAYOUT, MMA)
-                page = _copy_ahead(pool, page, pages, page_words, words, scales, tile + 1, count, STAGES, MMA)
+                _copy_tile(pool, page, page_words, words, scales, ahead + 1, last, STAGES, TILES, MMA)
+                page = _page(pages, ahead + 2, last, TILES)
                 dots = warpgroup_mma_wait(0, deps=(dots,))
                 next_dots = _multiply(next_keys, q_shared.index(0), HEADS, MMA)
-                _store_scores(dots, w, scale, first + tile, reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
+                _store_scores(dots, w, scale, tile, reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
                 next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
-                next_reach = gl.where(tile + 1 < count, reach, 0)
-                _store_scores(
-                    next_dots, w, next_scale, first + tile + 1, next_reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA
-                )
+                next_reach = gl.where(tile + 1 < last, reach, 0)
+                _store_scores(next_dots, w, next_scale, tile + 1, next_reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
         else:
-            for tile in range(count):
+            for tile in range(first, last):
+                ahead = tile + STAGES - 1
                 keys, scale = _take_tile(words, scales, tile, STAGES, LAYOUT, MMA)
-                page = _copy_ahead(pool, page, pages, page_words, words, scales, tile, count, STAGES, MMA)
+                _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES, MMA)
+                page = _page(pages, ahead + 1, last, TILES)
                 for j in gl.static_range(QUERIES):
                     w = _half_weights(weights + (query + gl.minimum(j, queries - 1)) * HEADS, HEADS, MMA)
                     reach = gl.minimum(gl.load(visible + query + j, mask=j < queries, other=0), num_entries)
                     dots = _multiply(keys, q_shared.index(j), HEADS, MMA)
                     dots = warpgroup_mma_wait(0, deps=(dots,))
                     out_j, best_j = out_row + j * out_stride, best_row + j * maxima_stride
-                    _store_scores(dots, w, scale, first + tile, reach, out_j, best_j, LAYOUT, GROUP, MAXIMA, MMA)
+                    _store_scores(dots, w, scale, tile, reach, out_j, best_j, LAYOUT, GROUP, MAXIMA, MMA)
 
 
 @dataclass(frozen=True)
@@ -354,6 +355,7 @@ def index_score(
         GROUP=GROUP,
         MAXIMA=maxima is not None,
         STAGES=config.stages,
+        TILES=entries_per_page // KEYS_PER_TILE,
         num_warps=4,
     )
     return out
@@ -376,6 +378,7 @@ def aot_cases() -> list[AotCase]:
                 "GROUP": GROUP,
                 "MAXIMA": True,
                 "STAGES": 4,
+                "TILES": 1,
             },
             num_warps=4,
             aligned=("q", *pointers, "page_words", "out_stride", "maxima_stride"),

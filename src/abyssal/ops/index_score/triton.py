@@ -108,6 +108,7 @@ def _index_score_kernel(
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,  # num_rows, rounded up to a power of two
     KEYS: tl.constexpr,
+    TILES: tl.constexpr,  # per page
     GROUP: tl.constexpr,
     MAXIMA: tl.constexpr,
     STAGES: tl.constexpr,
@@ -143,9 +144,9 @@ def _index_score_kernel(
         pages = page_table + sequence.to(tl.int64) * table_stride
         stop = tl.minimum(end, row_end)
         for tile in tl.range(begin - row_begin, stop - row_begin, num_stages=STAGES):
-            page = pool + tl.load(pages + tile).to(tl.int64) * page_bytes
-            key = tl.arange(0, KEYS)
-            data, scales = page + key * DATA_BYTES, page + KEYS * DATA_BYTES + key * SCALE_BYTES
+            page = pool + tl.load(pages + tile // TILES).to(tl.int64) * page_bytes
+            key = tile % TILES * KEYS + tl.arange(0, KEYS)
+            data, scales = page + key * DATA_BYTES, page + TILES * KEYS * DATA_BYTES + key * SCALE_BYTES
             dots, scale = _dots(data, scales, q_even, q_odd, LAYOUT, KEYS, DIM)  # [KEYS, QUERIES * HEADS]
             terms = tl.maximum(dots, 0.0) * w[None, :]
             scores = tl.sum(terms.reshape(KEYS, QUERIES, HEADS), 2) * scale[:, None]  # a positive scale passes the relu
@@ -179,6 +180,7 @@ def _index_score_blocks_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
+    ENTRIES: tl.constexpr,  # per page
     BLOCK: tl.constexpr,
 ):
     """KEYS candidates of a query: the entries of KEYS / BLOCK blocks, wherever their pages are."""
@@ -190,12 +192,12 @@ def _index_score_blocks_kernel(
     live = candidate < seen
     block = tl.load(blocks + row * num_blocks + candidate // BLOCK, mask=live, other=0)
     entry = block * BLOCK + candidate % BLOCK
-    page = tl.load(page_table + row // b * table_stride + entry // KEYS, mask=live, other=0)
+    page = tl.load(page_table + row // b * table_stride + entry // ENTRIES, mask=live, other=0)
     base = pool + page.to(tl.int64) * page_bytes
     column = tl.arange(0, HEADS)
     q_even, q_odd = _load_queries(q + (row * HEADS + column) * DIM, column < HEADS, LAYOUT, DIM)
-    data = base + entry % KEYS * DATA_BYTES
-    scales = base + KEYS * DATA_BYTES + entry % KEYS * SCALE_BYTES
+    data = base + entry % ENTRIES * DATA_BYTES
+    scales = base + ENTRIES * DATA_BYTES + entry % ENTRIES * SCALE_BYTES
     dots, scale = _dots(data, scales, q_even, q_odd, LAYOUT, KEYS, DIM)
     w = tl.load(weights + row * HEADS + column)
     tl.store(out + row * (num_blocks * BLOCK) + candidate, tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1) * scale, mask=live)
@@ -224,7 +226,7 @@ def index_score(
         page_table: int32 [n, P], pages of each sequence; rows may be strided.
         visible: int32 [n, b], leading entries that each query sees, at most `num_entries`. Read on the GPU: a captured graph follows it.
         layout: of the keys.
-        entries_per_page: 64.
+        entries_per_page: 64 or 128.
         num_entries: capacity N of a row of scores.
         out: fp32 [n, b, N].
         maxima: fp32 [n, b, >= N / 16], receives the largest visible score of every 16 entries, as `select_topk` takes them.
@@ -264,6 +266,7 @@ def index_score(
         QUERIES=config.queries,
         ROWS=triton.next_power_of_2(rows),
         KEYS=KEYS_PER_TILE,
+        TILES=entries_per_page // KEYS_PER_TILE,
         GROUP=GROUP,
         MAXIMA=maxima is not None,
         STAGES=config.stages,
@@ -291,7 +294,7 @@ def index_score_blocks(
         q, weights, pool, page_table, layout, entries_per_page: as of `index_score`.
         blocks: int32 [n, b, K], ascending, as `candidate_blocks` returns them.
         visible: int32 [n, b], how many entries of these blocks each query sees, from the first on.
-        block_size: entries of a block; divides 64.
+        block_size: entries of a block; divides `entries_per_page`.
         out: fp32 [n, b, K * block_size].
 
     Returns:
@@ -326,6 +329,7 @@ def index_score_blocks(
         HEADS=heads,
         DIM=dim,
         KEYS=KEYS_PER_TILE,
+        ENTRIES=entries_per_page,
         BLOCK=block_size,
         num_warps=4,
     )
@@ -354,6 +358,7 @@ def aot_cases() -> list[AotCase]:
                         "QUERIES": config.queries,
                         "ROWS": rows,
                         "KEYS": KEYS_PER_TILE,
+                        "TILES": 1,
                         "GROUP": GROUP,
                         "MAXIMA": True,
                         "STAGES": config.stages,
@@ -377,6 +382,7 @@ def aot_cases() -> list[AotCase]:
                     "HEADS": 32,
                     "DIM": 128,
                     "KEYS": KEYS_PER_TILE,
+                    "ENTRIES": 128,
                     "BLOCK": 8,
                 },
                 aligned=("q", "weights", "pool", "blocks", "out", "page_bytes", "num_blocks"),
