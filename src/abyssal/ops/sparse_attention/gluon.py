@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv import layouts
 from abyssal.ops._aot import HOPPER, AotCase
@@ -93,6 +93,7 @@ def sparse_attention(
         ADD_REGISTERS=ADD_REGISTERS,
         BRING_REGISTERS=BRING_REGISTERS,
         num_warps=NUM_WARPS,
+        launch_pdl=True,
     )
     if splits.count > 1:
         combine(partial, splits, sink, out, lse)
@@ -170,19 +171,6 @@ def attend_kernel(
     split = program // head_blocks % count
     token = program // (head_blocks * count)
 
-    window_length = gl.load(window_lengths + token)
-    entry_length = gl.load(entry_lengths + token)
-    window_blocks = (window_length + 63) // 64
-    blocks = window_blocks + (entry_length + 63) // 64
-    first, last = split_range(split, blocks, count, split_blocks)
-    window_row = window_slots + token.to(gl.int64) * window_slots_stride
-    entry_row = entry_slots + token.to(gl.int64) * entry_slots_stride
-    q_rows = q + token.to(gl.int64) * q_stride_t + first_head.to(gl.int64) * q_stride_h
-    lse_row = lse + token.to(gl.int64) * H + first_head
-    part = token.to(gl.int64) * count + split
-    if PARTIAL:
-        lse_row = partial_lse + part * H + first_head
-
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
     k_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], SHARED)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
@@ -199,7 +187,20 @@ def attend_kernel(
         mbarrier.init(p_full.index(i), count=1)
     mbarrier.init(p_full.index(2), count=1)
     fence_async_shared()
+    gdc_wait()  # launched while the kernel before may still run
 
+    window_length = gl.load(window_lengths + token)
+    entry_length = gl.load(entry_lengths + token)
+    window_blocks = (window_length + 63) // 64
+    blocks = window_blocks + (entry_length + 63) // 64
+    first, last = split_range(split, blocks, count, split_blocks)
+    window_row = window_slots + token.to(gl.int64) * window_slots_stride
+    entry_row = entry_slots + token.to(gl.int64) * entry_slots_stride
+    q_rows = q + token.to(gl.int64) * q_stride_t + first_head.to(gl.int64) * q_stride_h
+    lse_row = lse + token.to(gl.int64) * H + first_head
+    part = token.to(gl.int64) * count + split
+    if PARTIAL:
+        lse_row = partial_lse + part * H + first_head
     if not PARTIAL:
         out_rows = out + token.to(gl.int64) * out_stride_t + first_head.to(gl.int64) * out_stride_h
         out_stride = out_stride_h

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv import layouts
 from abyssal.ops._aot import AotCase
@@ -248,7 +248,8 @@ def combine_kernel(
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weighted mean of the parts of one head of one token, BLOCK at a time: parts without keys, or beyond `count`, change no bit."""
-    if EARLY:  # launched while the parts are still being written
+    if EARLY:  # launched while the parts are still being written, as may be what follows
+        gdc_launch_dependents()
         gdc_wait()
     token, head = tl.program_id(0) // H, tl.program_id(0) % H
     first = token.to(tl.int64) * count * H + head
