@@ -305,8 +305,12 @@ def test_i13_ids_outside_the_hash_table_end_their_own_request_only(tmp_path, tok
 
 
 def test_an_explicit_length_that_does_not_fit_is_refused_and_the_default_is_what_fits(folder):
-    with pytest.raises(ConfigError, match="max_model_len=4096 does not fit.*at most"):
+    with pytest.raises(ConfigError, match=r"max_model_len=4096 does not fit.*\d+ bytes holds (\d+) tokens.*at most \1") as caught:
         engine(folder, kv_cache_bytes=700 * 1024, max_model_len=4096)
+    largest = int(str(caught.value).rpartition("at most ")[2])
+    assert engine(folder, kv_cache_bytes=700 * 1024, max_model_len=largest).info.max_model_len == largest
+    with pytest.raises(ConfigError, match=f"max_model_len={largest + 1} does not fit"):
+        engine(folder, kv_cache_bytes=700 * 1024, max_model_len=largest + 1)
     eng = engine(folder, kv_cache_bytes=700 * 1024, max_model_len=None)
     assert eng.info.max_model_len == eng.info.capacity_tokens < 4096
     eng.add(EngineRequest("full", prompt(eng.info.max_model_len - 40, 0), greedy(1000)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,22 @@ def test_cost_by_length() -> None:
     for smaller, larger in itertools.pairwise(report["lengths"]):
         assert smaller["payload"] < larger["payload"] and smaller["pages"] < larger["pages"]
         assert smaller["state"] == larger["state"] and smaller["windows"] == larger["windows"]
+
+
+def test_the_documented_costs() -> None:
+    """The tables of docs/kv-cache.md: MiB in pages by length, and blocks."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "kv-cache.md").read_text()
+    rows = re.findall(r"^\| ([\d,]+) \| ([\d.,]+) \| ([\d.,]+) \| ([\d.,]+) \|$", text, re.MULTILINE)
+    assert [int(row[0].replace(",", "")) for row in rows] == [1024, 4096, 32768, MILLION]
+    for tokens, *shown in rows:
+        for preset, figure in zip(("v4-flash", "v4-pro", "v4.1-flash"), shown, strict=True):
+            cost = report_for(preset, context=int(tokens.replace(",", "")))["pages"] * 1024
+            assert float(figure.replace(",", "")) == pytest.approx(cost, rel=0.005), (tokens, preset)
+    for report in (report_for("v4-pro"), report_for("v4-pro", index_layout="fp4"), report_for("v4.1-flash")):
+        sizes = " / ".join(f"{bucket['page_bytes']:,}" for bucket in report["buckets"].values())
+        assert f"| {sizes} | {report['block_bytes']:,} |" in text
+    state = (f"{report_for(name)['state'] * 1024:.1f}" for name in ("v4-pro", "v4-flash"))
+    assert "the state of V4-Pro is {} of these, of V4-Flash {}.".format(*state) in text
 
 
 def test_nothing_costs_nothing() -> None:

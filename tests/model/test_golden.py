@@ -34,6 +34,10 @@ INDEXED = ("v4_csa_w16", "v4_mix_h512", "v41_csa2_w16", "v41_engram_w16", "v41_h
 STREAMS = {"v41_csa2_w16": 40, "v41_engram_w16": 40, "v41_h512": 127}  # the prompt whose streams, mixes and candidates are stored
 
 CASES = [(name, length) for name, lengths in PROMPTS.items() for length in lengths]
+CUT_CASES = [
+    pytest.param(name, length, marks=pytest.mark.long if name.startswith("v41") and length > 100 else ())
+    for name, length in CASES
+]
 CACHE_BYTES = 256 << 20
 
 
@@ -102,13 +106,13 @@ def test_whole_prompt(name: str, length: int, fp32: Loaded) -> None:
     golden.check(llm, length, None)
 
 
-@pytest.mark.parametrize(("name", "length"), CASES)
+@pytest.mark.parametrize(("name", "length"), CUT_CASES)
 def test_token_by_token(name: str, length: int, fp32: Loaded) -> None:
     golden, llm = fp32(name)
     golden.check(llm, length, [1] * length)
 
 
-@pytest.mark.parametrize(("name", "length"), CASES)
+@pytest.mark.parametrize(("name", "length"), CUT_CASES)
 def test_random_cuts(name: str, length: int, fp32: Loaded) -> None:
     golden, llm = fp32(name)
     for sizes in random_cuts(length, seed=length):
@@ -125,7 +129,7 @@ def test_chosen_positions(name: str, length: int, fp32: Loaded) -> None:
 
 
 @pytest.mark.parametrize("cut", ["whole", "cuts"])
-@pytest.mark.parametrize(("name", "length"), CASES)
+@pytest.mark.parametrize(("name", "length"), [case for case in CASES if case[0].startswith("v4_")])
 def test_bf16_cache(name: str, length: int, cut: str, bf16: Loaded) -> None:
     """Rounding what is cached to bf16 stays near the fp32 logits, and is seen to happen.
 
