@@ -272,7 +272,7 @@ class V41Machine(KVMachine):
 MACHINES = [KVMachine, KVMachineWithoutPrefix, V41Machine]
 
 
-QUICK = settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -32,7 +32,7 @@ GOOD: list[Any] = [
     {"type": "string", "pattern": "^a[0-9]{2}(?:b|c)$"}, {"type": "string", "format": "date"}, {"type": "string", "minLength": 1, "maxLength": 4},
     {"type": "integer", "multipleOf": 3}, {"type": "number", "exclusiveMinimum": 0, "maximum": 2.5}, {"anyOf": [STRING, {"type": "integer"}]},
     {"type": ["string", "integer"], "anyOf": [STRING, {"type": "integer"}]}, {"oneOf": [DOT, LINE]}, {"oneOf": [STRING, {"type": "integer"}]},
-    {"oneOf": [{"const": 1}, {"enum": [2, 3]}]}, {"allOf": [DOT]}, {"$ref": "#/$defs/a", "$defs": {"a": STRING}, "title": "T", "x-y": 1},
+    {"oneOf": [{"const": 1}, {"enum": [2, 3]}]}, {"oneOf": [{"const": True}, {"const": 1}, {"const": "true"}]}, {"allOf": [DOT]}, {"$ref": "#/$defs/a", "$defs": {"a": STRING}, "title": "T", "x-y": 1},
     {"type": "array", "prefixItems": [STRING], "items": False}, {"type": "array", "items": STRING, "minItems": 1, "maxItems": 2},
     {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2}, {"type": "object", "propertyNames": {"pattern": "^a$"}},
     {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}, {"type": "object", "properties": {"a/b~c": STRING, "x": {"$ref": "#/properties/a~1b~0c"}}},
@@ -56,7 +56,8 @@ BAD: list[tuple[str, Any]] = [
     (".properties", {"properties": []}), (".properties.a", {"properties": {"a": 7}}), (".properties.a.items.not", {"properties": {"a": {"items": {"not": {}}}}}),
     (".$defs.x.anyOf[1].type", {"$defs": {"x": {"anyOf": [STRING, {"type": "x"}]}}}), (".unevaluatedProperties", {"unevaluatedProperties": STRING}),
     (".properties.a" * MAX_DEPTH, nested(MAX_DEPTH + 1)), ("", {"anyOf": [{"const": i} for i in range(MAX_SCHEMAS)]}), ("", {"enum": list(range(MAX_VALUES + 1))}),
-    ("", {"anyOf": [{"const": f"v{i}"} for i in range(2**15)]}),
+    ("", {"anyOf": [{"const": f"v{i}"} for i in range(2**15)]}), (".oneOf", {"oneOf": [{"const": i} for i in range(4000)]}),
+    (".oneOf[1]", {"oneOf": [{"enum": ["a", 1]}, {"const": 1.0}]}),
 ]  # fmt: skip
 
 
@@ -98,7 +99,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(SCHEMAS, st.lists(VALUES, max_size=6))
 def test_what_a_grammar_allows_validates(schema: Any, values: list[Any]) -> None:
     """Whatever passes the check: the grammar never takes a value that the schema refuses."""

@@ -251,7 +251,7 @@ VALUES = st.recursive(
 CALLS = st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=4)), min_size=1, max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(CALLS, WORDS, WORDS, st.sampled_from([V4, V41]), st.booleans())
 def test_k01_calls_are_read_back_as_they_were_written(
     made: list[tuple[str, dict[str, Any]]], thought: str, content: str, release: Release, has_schema: bool

@@ -57,11 +57,10 @@ class KernelOps:
         check_model(model, caches)
         self.hidden, self.device = model.hidden_size, device
         keys = {spec.layout.name for name, spec in caches.specs.items() if name.endswith("_index")}
-        packed = caches.specs["window"].layout.grid is not None
         self._attention = portable_attention.sparse_attention
         self._score = portable_score.index_score
         gluon = []
-        if backend == "hopper" and packed:
+        if backend == "hopper":
             from abyssal.ops.sparse_attention import gluon as hopper_attention
 
             self._attention = hopper_attention.sparse_attention

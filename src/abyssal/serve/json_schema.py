@@ -5,6 +5,7 @@ A schema that passes gives answers that validate: what the grammar allows is at 
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from abyssal.errors import RequestError
 MAX_DEPTH = 64  # schemas within schemas
 MAX_SCHEMAS = 5_000
 MAX_VALUES = 5_000  # of all enums together
+MAX_ONE_OF = 64  # alternatives of a oneOf: each is compared with each
 MAX_COUNT = 10_000  # of minLength and its like: the grammar counts in states
 
 TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None), "object": dict, "array": list}
@@ -203,6 +205,8 @@ def _check_alternatives(node: dict[str, Any], path: str, root: Schema) -> None:
         if key == "allOf" and len(entries) > 1:
             _refuse(f"{path}.allOf", "structured output cannot hold to several schemas at once; write them as one")
         if key == "oneOf":
+            if len(entries) > MAX_ONE_OF:
+                _refuse(f"{path}.oneOf", f"may have at most {MAX_ONE_OF} alternatives; use anyOf")
             for i, one in enumerate(entries):
                 if any(not _are_apart(one, other, root) for other in entries[:i]):
                     _refuse(
@@ -217,7 +221,7 @@ def _are_apart(one: Schema, other: Schema, root: Schema) -> bool:
     common = types & others
     one, other = deref(one, root), deref(other, root)
     if (mine := _constants(one)) is not None and (theirs := _constants(other)) is not None:
-        return not any(value in theirs for value in mine)
+        return not mine & theirs
     if ("integer" in types and "number" in others) or ("number" in types and "integer" in others):
         return False
     if not common:
@@ -230,15 +234,17 @@ def _are_apart(one: Schema, other: Schema, root: Schema) -> bool:
     tables = (one.get("properties") or {}, other.get("properties") or {})
     for name in shared:
         mine, theirs = (_constants(deref(table.get(name), root)) for table in tables)
-        if mine is not None and theirs is not None and not any(value in theirs for value in mine):
+        if mine is not None and theirs is not None and not mine & theirs:
             return True
     return False
 
 
-def _constants(node: Any) -> list[Any] | None:
-    if not isinstance(node, dict):
+def _constants(node: Any) -> set[Any] | None:
+    """The values that a schema lists, so that equal ones are equal: 1 is 1.0, and not true."""
+    if not isinstance(node, dict) or not ("const" in node or isinstance(node.get("enum"), list)):
         return None
-    return [node["const"]] if "const" in node else node.get("enum")
+    values = [node["const"]] if "const" in node else node["enum"]
+    return {(v if type(v) in (int, float) else json.dumps(v, sort_keys=True)) for v in values}
 
 
 def _check_object(node: dict[str, Any], path: str) -> None:
