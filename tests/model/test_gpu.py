@@ -12,6 +12,7 @@ from torch import Tensor
 from abyssal import LLM, SamplingParams
 from tests.model.test_golden import Golden
 from tests.model.test_recall import recalled
+from tests.support.stepping import Side
 
 pytestmark = pytest.mark.gpu
 Documents = Callable[[int], list[dict[str, Tensor]]]
@@ -94,14 +95,20 @@ def test_kernels_stay_near_the_stored_logits(backend: str, name: str, length: in
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_together_as_alone(backend: str, recall: Documents) -> None:
-    """Prompts of many lengths, prefills cut beside decoding: the first tokens of each answer are those it gets alone."""
+    """Prompts of many lengths, prefilled in one step, then decoded together: each next token as likely as where it is alone."""
     ids = recall(2048)[0]["input_ids"].tolist()
-    prompts = [ids[:n] for n in (3, 127, 128, 300, 700, 1200, 2000)]
-    params = SamplingParams(temperature=0, max_tokens=4)
-    options = {"device": "cuda", "backend": backend, "kv_cache_bytes": CACHE_BYTES, "enable_prefix_caching": False}
+    prompts = [ids[i : i + n] for i, n in enumerate((20, 127, 128, 145, 300, 700, 1200, 2000))]
+    options = {"device": "cuda", "backend": backend, "kv_cache_bytes": CACHE_BYTES, "max_num_batched_tokens": 8192}
+    together = Side("tiny", prompts, **options)
+    rows = together.step([len(prompt) - 16 for prompt in prompts])
+    for _ in range(16):
+        rows |= together.step([1] * len(prompts))
+    divergences = []
     with LLM("tiny", **options) as llm:
-        alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
-    with LLM("tiny", max_num_batched_tokens=256, **options) as llm:
-        together = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    same = sum(a == b for a, b in zip(alone, together, strict=True))
-    assert same >= len(prompts) - 1, f"{same} of {len(prompts)} equal: {alone} {together}"
+        for i, prompt in enumerate(prompts):
+            alone = llm.logits(prompt, [len(prompt) - 16, *[1] * 16]).log_softmax(-1)
+            both = torch.stack([rows[i, position] for position in range(len(prompt))]).log_softmax(-1)
+            divergences.append((alone.exp() * (alone - both)).sum(-1))
+    together.llm.close()
+    means = torch.stack([rows.mean() for rows in divergences])
+    assert torch.cat(divergences).mean() < 0.005, means

@@ -372,7 +372,7 @@ def _query_lists(
     visible = {r: (positions + 1) // r for r in ratios}
     most = {r: int(v.max()) for r, v in visible.items()}
     wholly = {f"c{p.ratio}" for p in config.layers if p.selection == "all" or (p.ratio and most[p.ratio] <= config.index_topk)}
-    whole = {name: _all_slots(cache.specs[name], tables[name], most) for name in wholly}
+    whole = {name: page_slots(tables[name], cache.specs[name], most[cache.specs[name].ratio]) for name in wholly}
     one_each = len(positions) == len(chunks)
     return QueryLists(
         sequences=None if one_each else _tensor(np.repeat(np.arange(len(chunks)), counts), device),
@@ -385,10 +385,10 @@ def _query_lists(
     )
 
 
-def _all_slots(spec: CacheSpec, table: Tensor, most: dict[int, int]) -> Tensor:
-    """Slots int32 [layers, S, N] of the first N entries of every sequence; those beyond its last page lie in the zero page."""
-    entry = torch.arange(most[spec.ratio], dtype=torch.int32, device=table.device)
-    return table.index_select(2, entry // spec.entries_per_page) * spec.entries_per_page + entry % spec.entries_per_page
+def page_slots(pages: Tensor, spec: CacheSpec, count: int) -> Tensor:
+    """pages int32 [..., P] -> slots int32 [..., count] of the first `count` entries; beyond a sequence's last page in the zero page."""
+    entry = torch.arange(count, dtype=torch.int32, device=pages.device)
+    return pages.index_select(-1, entry // spec.entries_per_page) * spec.entries_per_page + entry % spec.entries_per_page
 
 
 def _spans(chunks: list[Chunk], offsets: np.ndarray, visible: dict[int, np.ndarray]) -> list[Span]:

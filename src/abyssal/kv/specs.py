@@ -13,7 +13,6 @@ from abyssal.kv.layouts import Layout
 BLOCK_TOKENS = 256  # native positions in a logical block of the whole-context kinds
 ROLL_BACK = 8  # tokens that a rejected draft may take back: windows keep so many more
 WINDOW_PAGE_ENTRIES = 64
-INDEX_PAGE_ENTRIES = 64  # keys that the kernels score at a time
 
 Bucket = Literal["main", "index", "small"]
 Lifetime = Literal["context", "window", "record"]
@@ -78,8 +77,7 @@ def plan_caches(config: ModelConfig, kv_layout: str, compressed_layout: str, ind
             specs += _state(f"c{ratio}", owners, config.head_dim, ratio, "main")
         if indexed:
             keys = layouts.get(index_layout, config.index_head_dim)
-            per_page = min(BLOCK_TOKENS // ratio, INDEX_PAGE_ENTRIES)
-            specs.append(CacheSpec(f"c{ratio}_index", indexed, keys, ratio, "context", 0, 0, False, "index", per_page))
+            specs.append(CacheSpec(f"c{ratio}_index", indexed, keys, ratio, "context", 0, 0, False, "index", entries))
             if config.layers[indexed[0]].index_keys == "pooled":
                 specs += _state(f"c{ratio}_index", indexed, config.index_head_dim, ratio, "index")
     return _size_pages(specs, compressed.page_align)

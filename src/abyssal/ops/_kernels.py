@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from abyssal.config import LayerPlan, ModelConfig
 from abyssal.errors import ConfigError
-from abyssal.kv.batch import Batch, CompressFacts, QueryLists, Span, StoreFacts
-from abyssal.kv.layouts import Grid
+from abyssal.kv.batch import Batch, CompressFacts, QueryLists, Span, StoreFacts, page_slots
+from abyssal.kv.layouts import Grid, Layout
 from abyssal.kv.pool import KVCache, RecordView
 from abyssal.kv.specs import CachePlan
 from abyssal.ops._select import Query, Selection, decides, publishes
@@ -19,6 +20,7 @@ from abyssal.ops.compress.triton import Pages, compress
 from abyssal.ops.hyper_connection import MixWeights, Site
 from abyssal.ops.hyper_connection import triton as hc
 from abyssal.ops.index_query.triton import index_query
+from abyssal.ops.index_score import index_score as reference_score
 from abyssal.ops.index_score import triton as portable_score
 from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES
 from abyssal.ops.output_quant.triton import output_quant
@@ -41,7 +43,7 @@ class KernelOps:
 
     def __init__(
         self,
-        backend: Literal["triton", "hopper"] | str,
+        backend: str,
         model: ModelConfig,
         caches: CachePlan,
         max_tokens: int,
@@ -49,6 +51,7 @@ class KernelOps:
     ) -> None:
         """
         Args:
+            backend: triton or hopper.
             max_tokens: tokens of a step for which memory is set aside; a larger step makes more.
 
         Raises:
@@ -56,25 +59,27 @@ class KernelOps:
         """
         check_model(model, caches)
         self.hidden, self.device = model.hidden_size, device
-        keys = {spec.layout.name for name, spec in caches.specs.items() if name.endswith("_index")}
-        self._attention = portable_attention.sparse_attention
-        self._score = portable_score.index_score
-        gluon = []
+        self._attention: Callable[..., tuple[Tensor, Tensor]] = portable_attention.sparse_attention
+        self._score: Callable[..., Tensor] = portable_score.index_score
+        keys = [spec for name, spec in caches.specs.items() if name.endswith("_index")]
+        self._scores_pages = all(spec.entries_per_page == KEYS_PER_TILE for spec in keys)
+        gluon, plain = [], ["moe", "linear"]
         if backend == "hopper":
             from abyssal.ops.sparse_attention import gluon as hopper_attention
 
             self._attention = hopper_attention.sparse_attention
             gluon.append("sparse_attention")
-        if backend == "hopper" and keys and "index_bf16" not in keys:
+        if backend == "hopper" and self._scores_pages and all(spec.layout.name != "index_bf16" for spec in keys):
             from abyssal.ops.index_score import gluon as hopper_score
 
             self._score = hopper_score.index_score
             gluon.append("index_score")
-        self._reserve(max_tokens)
-        plain = "moe, linear"
+        if not self._scores_pages:
+            plain.append(f"index_score (pages of other than {KEYS_PER_TILE} keys)")
         if any(plan.candidates == "use" for plan in model.layers):
-            plain += ", select_topk among candidates"
-        log.info("ops: Gluon %s; PyTorch %s; all others Triton", " and ".join(gluon) or "none", plain)
+            plain.append("select_topk among candidates")
+        self._reserve(max_tokens)
+        log.info("ops: Gluon %s; PyTorch %s; all others Triton", ", ".join(gluon) or "none", ", ".join(plain))
 
     def _reserve(self, tokens: int) -> None:
         """Memory through which the programs of a `site` hand their sums over."""
@@ -161,11 +166,9 @@ class KernelOps:
         )  # [n, pages]
         visible = _lists(batch).visible[plan.ratio][span.rows].view(shape)
         out = chosen[span.rows].view(*shape, -1)
-        maxima = torch.empty(*shape, -(-count // GROUP), dtype=torch.float32, device=q.device)
-        scores = self._score(
-            q[span.rows].unflatten(0, shape), weights[span.rows].unflatten(0, shape), keys.pages, key_pages, visible,
-            layout=keys.spec.layout, entries_per_page=keys.spec.entries_per_page, num_entries=count, maxima=maxima,
-        )  # fmt: skip
+        scores, maxima = self._scores(
+            q[span.rows].unflatten(0, shape), weights[span.rows].unflatten(0, shape), keys, key_pages, visible, count
+        )
         per_page = records.spec.entries_per_page
         if candidates is None:
             select_topk(scores, visible, out.shape[2], maxima=maxima, page_table=entry_pages, entries_per_page=per_page, out=out)
@@ -178,6 +181,19 @@ class KernelOps:
             assert config.candidate_topk_blocks is not None and config.candidate_block_size is not None
             return candidate_mask(scores, visible, config.candidate_topk_blocks, config.candidate_block_size)
         return candidates
+
+    def _scores(
+        self, q: Tensor, weights: Tensor, keys: RecordView, pages: Tensor, visible: Tensor, count: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores fp32 [n, b, count], and the largest of every GROUP where they are known; what is not visible may hold anything."""
+        if not self._scores_pages:
+            return reference_score(q.float(), weights, keys.read(page_slots(pages, keys.spec, count)), visible), None
+        maxima = torch.empty(*q.shape[:2], -(-count // GROUP), dtype=torch.float32, device=q.device)
+        scores = self._score(
+            q, weights, keys.pages, pages, visible, layout=keys.spec.layout, entries_per_page=keys.spec.entries_per_page,
+            num_entries=count, maxima=maxima,
+        )  # fmt: skip
+        return scores, maxima
 
     def attend(
         self, q: Tensor, plan: LayerPlan, batch: Batch, cache: KVCache, selection: Selection, sink: Tensor, scale: float
@@ -246,12 +262,12 @@ def check_model(model: ModelConfig, caches: CachePlan) -> None:
         if not fits:
             raise ConfigError(f"{name}={value}: the kernels take {known}; use backend=reference")
     for name, spec in caches.specs.items():
-        if name.endswith("_index") and (spec.layout.name not in QUERY_DTYPES or spec.entries_per_page != KEYS_PER_TILE):
+        if name.endswith("_index") and spec.layout.name not in QUERY_DTYPES:
             raise ConfigError(
-                f"index keys {spec.layout.name!r} in pages of {spec.entries_per_page}: the kernels read "
-                f"{', '.join(QUERY_DTYPES)} in pages of {KEYS_PER_TILE}; choose another index_layout or backend=reference"
+                f"index keys {spec.layout.name!r}: the kernels read {', '.join(QUERY_DTYPES)}; choose another index_layout or "
+                "backend=reference"
             )
-    compressed = [
+    compressed: list[Layout | None] = [
         spec.layout for name, spec in caches.specs.items() if spec.lifetime == "context" and not name.endswith("_index")
     ]
     for layout in compressed or [None]:

@@ -39,27 +39,22 @@ def _add(a, b):
 
 
 @gluon.jit
-def _dimension(k, LAYOUT: gl.constexpr):
-    """Which dimension of a key stands at position k of the product."""
-    if LAYOUT == "index_fp8":
-        # k: 1 element, 2 lane, 1 pair, 2 word, 1 half; dimension: element, pair, word, lane, half
-        return (k & 65) | (((k >> 3) & 1) << 1) | (((k >> 4) & 3) << 2) | (((k >> 1) & 3) << 4)
-    else:
-        # k: 1 element, 2 lane, 2 nibble, 2 word; dimension: nibble, element, word, lane
-        return ((k >> 3) & 3) | ((k & 1) << 2) | (((k >> 5) & 3) << 3) | (((k >> 1) & 3) << 5)
+def _page(pages, tile, end, TILES: gl.constexpr):
+    return gl.load(pages + tile // TILES, mask=tile < end, other=0)
 
 
 @gluon.jit
-def _copy_page(pool, page, page_words, words, scales, live, MMA: gl.constexpr):
-    """A page's keys and scales, one word per key, on their way into shared memory."""
-    WORDS: gl.constexpr = words.shape[1]
+def _copy_tile(pool, page, page_words, words, scales, tile, end, STAGES: gl.constexpr, TILES: gl.constexpr, MMA: gl.constexpr):
+    """A tile's keys and scales, one word per key, on their way into their place in shared memory, if it lies before `end`."""
+    WORDS: gl.constexpr = words.shape[2]
     LAYOUT: gl.constexpr = _word_layout(WORDS)
     base = pool + page.to(gl.int64) * page_words
-    key = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
+    part = tile % TILES * KEYS
+    key = part + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
     word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
-    async_copy.async_copy_global_to_shared(words, base + key * WORDS + word, mask=live)
-    row = gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
-    async_copy.async_copy_global_to_shared(scales, base + KEYS * WORDS + row, mask=live)
+    async_copy.async_copy_global_to_shared(words.index(tile % STAGES), base + key * WORDS + word, mask=tile < end)
+    row = part + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
+    async_copy.async_copy_global_to_shared(scales.index(tile % STAGES), base + TILES * KEYS * WORDS + row, mask=tile < end)
     async_copy.commit_group()
 
 
@@ -134,17 +129,56 @@ def _store_query(q, shared, live, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
     """One query [HEADS, DIM] into shared memory, in the keys' order of dimensions."""
     QUERY: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))[:, None]
-    k = gl.arange(0, DIM, gl.SliceLayout(0, QUERY))[None, :]
-    values = gl.load(q + head * DIM + _dimension(k, LAYOUT), mask=live)
+    values = gl.load(q + head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, QUERY))[None, :], mask=live)
     if LAYOUT == "index_fp8":
-        shared.store(values.to(gl.float8e4nv, bitcast=True).to(gl.float16))
+        values = values.to(gl.float8e4nv, bitcast=True).to(gl.float16)
+        # dimension: half, lane, word, pair, element; place in the product: half, word, pair, lane, element
+        values = gl.permute(gl.reshape(values, (HEADS, 2, 4, 4, 2, 2)), (0, 1, 3, 4, 2, 5))
     else:
-        shared.store((values.to(gl.float32) * 9223372036854775808.0).to(gl.bfloat16))  # 2^63, which the keys lack
+        values = (values.to(gl.float32) * 9223372036854775808.0).to(gl.bfloat16)  # 2^63, which the keys lack
+        # dimension: lane, word, high bit of the nibble, other bits; place: word, other bits, lane, high bit
+        values = gl.permute(gl.reshape(values, (HEADS, 4, 4, 2, 4)), (0, 2, 4, 1, 3))
+    shared.store(gl.reshape(values, (HEADS, DIM)))
 
 
 @gluon.jit
 def _half_weights(weights, HEADS: gl.constexpr, MMA: gl.constexpr):
     return 0.5 * gl.load(weights + gl.arange(0, HEADS, gl.SliceLayout(0, MMA)))
+
+
+@gluon.jit
+def _take_tile(words, scales, tile, STAGES: gl.constexpr, LAYOUT: gl.constexpr, MMA: gl.constexpr):
+    """Keys of a tile, widened, and their scales, as soon as they are in shared memory."""
+    async_copy.wait_group(STAGES - 2)
+    scale = scales.index(tile % STAGES).load(gl.SliceLayout(1, MMA))
+    packed = words.index(tile % STAGES).load(_word_layout(words.shape[2]))
+    if LAYOUT == "index_fp8":
+        keys = _widen_fp8(packed, MMA)
+    else:
+        keys = _widen_mxfp4(packed, scale, MMA)
+    return keys, scale
+
+
+@gluon.jit
+def _multiply(keys, query, HEADS: gl.constexpr, MMA: gl.constexpr):
+    dots = gl.zeros([KEYS, HEADS], gl.float32, MMA)
+    return warpgroup_mma(keys, query.permute((1, 0)), dots, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _store_scores(
+    dots, w, scale, tile, reach, out, best_out, LAYOUT: gl.constexpr, GROUP: gl.constexpr, MAXIMA: gl.constexpr, MMA: gl.constexpr
+):
+    entry = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
+    # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
+    scores = gl.sum((dots + gl.abs(dots)) * w[None, :], 1)
+    if LAYOUT == "index_fp8":
+        scores *= scale.to(gl.float32, bitcast=True)  # a positive scale passes the relu
+    gl.store(out + entry, scores, mask=entry < reach)
+    if MAXIMA:
+        best = gl.max(gl.reshape(gl.where(entry < reach, scores, -float("inf")), (KEYS // GROUP, GROUP)), 1)
+        group = tile * (KEYS // GROUP) + gl.arange(0, KEYS // GROUP, best.type.layout)
+        gl.store(best_out + group, best, mask=group * GROUP < reach)
 
 
 @gluon.jit
@@ -170,6 +204,7 @@ def _index_score_kernel_sm90(
     GROUP: gl.constexpr,
     MAXIMA: gl.constexpr,
     STAGES: gl.constexpr,  # tiles in shared memory
+    TILES: gl.constexpr,  # per page
 ):
     """A row of work is QUERIES queries of a sequence against its pages; program p takes tiles [p, p + 1) / programs of all rows'."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
@@ -178,7 +213,6 @@ def _index_score_kernel_sm90(
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], TYPE)
     q_shared = gl.allocate_shared_memory(TYPE, [QUERIES, HEADS, DIM], SHARED)
     KEY_WORDS: gl.constexpr = 32 if LAYOUT == "index_fp8" else 16
-    WORDS: gl.constexpr = _word_layout(KEY_WORDS)
     # Eight lanes read 16 bytes each of two keys: the swizzle puts them into different banks.
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=32 // KEY_WORDS, max_phase=KEY_WORDS // 4, order=[1, 0])
     words = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, KEY_WORDS], SWIZZLED)
@@ -201,14 +235,14 @@ def _index_score_kernel_sm90(
         row_end = gl.sum(gl.where(rows == row, ends, 0), 0)
         first = begin - row_end + gl.sum(gl.where(rows == row, tiles, 0), 0)
         stop = gl.minimum(end, row_end)
-        count = stop - begin
+        last = first + stop - begin
         begin = stop
         sequence = row // blocks
-        pages = page_table + sequence.to(gl.int64) * table_stride + first
+        pages = page_table + sequence.to(gl.int64) * table_stride
         for s in gl.static_range(STAGES - 1):
-            page = gl.load(pages + s, mask=s < count, other=0)
-            _copy_page(pool, page, page_words, words.index(s), scales.index(s), s < count, MMA)
-        page = gl.load(pages + STAGES - 1, mask=STAGES - 1 < count, other=0)
+            page = _page(pages, first + s, last, TILES)
+            _copy_tile(pool, page, page_words, words, scales, first + s, last, STAGES, TILES, MMA)
+        page = _page(pages, first + STAGES - 1, last, TILES)
 
         query = (sequence * b + row % blocks * QUERIES).to(gl.int64)
         queries = gl.minimum(b - row % blocks * QUERIES, QUERIES)
@@ -222,34 +256,36 @@ def _index_score_kernel_sm90(
         out_row = out + query * out_stride
         best_row = maxima + query * maxima_stride
 
-        for tile in range(count):
-            async_copy.wait_group(STAGES - 2)
-            scale = scales.index(tile % STAGES).load(gl.SliceLayout(1, MMA))
-            if LAYOUT == "index_fp8":
-                keys = _widen_fp8(words.index(tile % STAGES).load(WORDS), MMA)
-            else:
-                keys = _widen_mxfp4(words.index(tile % STAGES).load(WORDS), scale, MMA)
-            next_tile = tile + STAGES - 1
-            slot = next_tile % STAGES
-            _copy_page(pool, page, page_words, words.index(slot), scales.index(slot), next_tile < count, MMA)
-            page = gl.load(pages + next_tile + 1, mask=next_tile + 1 < count, other=0)
-            entry = (first + tile) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
-            for j in gl.static_range(QUERIES):
-                if QUERIES > 1:  # a single query's weights stay in registers
+        if QUERIES == 1:
+            # Of two tiles, the widening of the second and the sums of the first run beside the other's product.
+            for tile in range(first, last, 2):
+                ahead = tile + STAGES - 1
+                keys, scale = _take_tile(words, scales, tile, STAGES, LAYOUT, MMA)
+                _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES, MMA)
+                page = _page(pages, ahead + 1, last, TILES)
+                dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
+                next_keys, next_scale = _take_tile(words, scales, tile + 1, STAGES, LAYOUT, MMA)
+                _copy_tile(pool, page, page_words, words, scales, ahead + 1, last, STAGES, TILES, MMA)
+                page = _page(pages, ahead + 2, last, TILES)
+                dots = warpgroup_mma_wait(0, deps=(dots,))
+                next_dots = _multiply(next_keys, q_shared.index(0), HEADS, MMA)
+                _store_scores(dots, w, scale, tile, reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
+                next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
+                next_reach = gl.where(tile + 1 < last, reach, 0)
+                _store_scores(next_dots, w, next_scale, tile + 1, next_reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
+        else:
+            for tile in range(first, last):
+                ahead = tile + STAGES - 1
+                keys, scale = _take_tile(words, scales, tile, STAGES, LAYOUT, MMA)
+                _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES, MMA)
+                page = _page(pages, ahead + 1, last, TILES)
+                for j in gl.static_range(QUERIES):
                     w = _half_weights(weights + (query + gl.minimum(j, queries - 1)) * HEADS, HEADS, MMA)
                     reach = gl.minimum(gl.load(visible + query + j, mask=j < queries, other=0), num_entries)
-                dots = gl.zeros([KEYS, HEADS], gl.float32, MMA)
-                dots = warpgroup_mma(keys, q_shared.index(j).permute((1, 0)), dots, use_acc=False, is_async=True)
-                dots = warpgroup_mma_wait(0, deps=(dots,))
-                # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
-                scores = gl.sum((dots + gl.abs(dots)) * w[None, :], 1)
-                if LAYOUT == "index_fp8":
-                    scores *= scale.to(gl.float32, bitcast=True)  # a positive scale passes the relu
-                gl.store(out_row + j * out_stride + entry, scores, mask=entry < reach)
-                if MAXIMA:
-                    best = gl.max(gl.reshape(gl.where(entry < reach, scores, -float("inf")), (KEYS // GROUP, GROUP)), 1)
-                    group = (first + tile) * (KEYS // GROUP) + gl.arange(0, KEYS // GROUP, best.type.layout)
-                    gl.store(best_row + j * maxima_stride + group, best, mask=group * GROUP < reach)
+                    dots = _multiply(keys, q_shared.index(j), HEADS, MMA)
+                    dots = warpgroup_mma_wait(0, deps=(dots,))
+                    out_j, best_j = out_row + j * out_stride, best_row + j * maxima_stride
+                    _store_scores(dots, w, scale, tile, reach, out_j, best_j, LAYOUT, GROUP, MAXIMA, MMA)
 
 
 @dataclass(frozen=True)
@@ -261,10 +297,11 @@ class ScoreConfig:
     stages: int  # tiles in shared memory per program, all but one of them on their way
 
 
-def score_config(n: int, b: int, multiprocessors: int) -> ScoreConfig:
-    """As many programs as fit: the conversions and sums of one hide behind the products of another."""
+def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
+    """As many programs as registers and shared memory hold: one converts and sums beside another's products."""
     queries = min(4, triton.next_power_of_2(b))
-    return ScoreConfig(programs=multiprocessors * (4 if n * b == 1 else 3 if queries == 1 else 2), queries=queries, stages=4)
+    copies = 2 if queries > 1 else 3 if heads == 64 else 4
+    return ScoreConfig(programs=copies * multiprocessors, queries=queries, stages=4)
 
 
 def index_score(
@@ -294,7 +331,7 @@ def index_score(
     if out.numel() == 0:
         return out
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
-    config = config or score_config(n, b, multiprocessors(q))
+    config = config or score_config(b, heads, multiprocessors(q))
     rows = n * -(-b // config.queries)
     _index_score_kernel_sm90[(config.programs,)](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
@@ -318,6 +355,7 @@ def index_score(
         GROUP=GROUP,
         MAXIMA=maxima is not None,
         STAGES=config.stages,
+        TILES=entries_per_page // KEYS_PER_TILE,
         num_warps=4,
     )
     return out
@@ -340,6 +378,7 @@ def aot_cases() -> list[AotCase]:
                 "GROUP": GROUP,
                 "MAXIMA": True,
                 "STAGES": 4,
+                "TILES": 1,
             },
             num_warps=4,
             aligned=("q", *pointers, "page_words", "out_stride", "maxima_stride"),
