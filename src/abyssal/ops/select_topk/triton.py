@@ -32,7 +32,7 @@ class SelectConfig:
 
 
 CHUNK = 4096
-SPREAD_PROGRAMS = 528  # beyond these, a program per row has company enough
+SPREAD_PROGRAMS = 512  # beyond these, a program per row has company enough
 
 
 def select_config(rows: int, num_entries: int, k: int) -> SelectConfig:
