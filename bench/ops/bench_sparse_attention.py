@@ -103,15 +103,14 @@ def variants(row: Row, pair: tuple[str, str], quick: bool) -> dict[str, Callable
     programs = row.tokens * -(-row.heads // 64)
     chosen = portable.best_split(programs, blocks, 132)
     counts = (
-        sorted({c for c in (1, 2, 3, 4, 5, 8, 10) if c <= blocks and programs * c <= 528} | {chosen})
+        sorted({c for c in (1, 2, 3, 4, 5, 8, 10, 16, 33, 65) if c <= blocks and programs * c <= 528} | {chosen})
         if row.tokens <= 256
         else [1]
     )
     found: dict[str, Callable[..., Any]] = {}
-    if pair[0] != "bf16":
-        for count in counts if not quick else [chosen]:
-            config = wgmma.LaunchConfig(Splits(count, None))
-            found[f"gluon /{count}{'*' if count == chosen else ''}"] = lambda *a, c=config: wgmma.sparse_attention(*a, config=c)
+    for count in counts if not quick else [chosen]:
+        config = wgmma.LaunchConfig(Splits(count, None))
+        found[f"gluon /{count}{'*' if count == chosen else ''}"] = lambda *a, c=config: wgmma.sparse_attention(*a, config=c)
     many = not quick and row == Row(64, 64, 512)  # each variant is a compilation
     for keys, warps, stages in [(64, 8, 2), (64, 8, 1), (32, 8, 2), (32, 4, 2)] if many else [(64, 8, 2)]:
         config = portable.LaunchConfig(64, keys, Splits(chosen, None), warps, stages)

@@ -23,8 +23,7 @@ def main() -> None:
             for count in (1, 3):
                 config = portable.LaunchConfig(64 if heads == 64 else 16, 64, Splits(count, None), 8, 2)
                 results = [portable.sparse_attention(*arguments, config=config)[0]]
-                if pair[0] != "bf16":
-                    results.append(wgmma.sparse_attention(*arguments, config=wgmma.LaunchConfig(Splits(count, None)))[0])
+                results.append(wgmma.sparse_attention(*arguments, config=wgmma.LaunchConfig(Splits(count, None)))[0])
                 torch.cuda.synchronize()
                 difference = max((result.float() - results[0].float()).abs().max().item() for result in results)
                 print(

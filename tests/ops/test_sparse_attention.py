@@ -194,11 +194,8 @@ def test_kernel_at_real_sizes(pair, heads, invariant):
 # Hopper
 
 
-PACKED = PAIRS[1:]  # read by the wgmma kernel
-
-
 @hopper
-@pytest.mark.parametrize("pair", PACKED, ids="+".join)
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 @pytest.mark.parametrize("heads", [1, 8, 64, 65, 128])
 @pytest.mark.parametrize("count", [1, 2, 7, 10])
 def test_hopper_kernel_matches_reference(pair, heads, count):
@@ -207,7 +204,7 @@ def test_hopper_kernel_matches_reference(pair, heads, count):
 
 
 @hopper
-@pytest.mark.parametrize("pair", PACKED, ids="+".join)
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 @pytest.mark.parametrize("heads", [64, 128])
 def test_hopper_kernel_at_real_sizes(pair, heads):
     case = make_case(pair, heads, REAL, seed=heads)
@@ -215,7 +212,7 @@ def test_hopper_kernel_at_real_sizes(pair, heads):
 
 
 @hopper
-@pytest.mark.parametrize("pair", PACKED, ids="+".join)
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_hopper_kernel_is_batch_invariant(pair):
     case = make_case(pair, 64, REAL)
     out, lse = run(case, wgmma, batch_invariant=True)

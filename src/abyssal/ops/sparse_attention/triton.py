@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv import layouts
 from abyssal.ops._aot import AotCase
@@ -17,7 +18,9 @@ LOG2_E = 1.4426950408889634
 FIXED_SPLIT_BLOCKS = 4  # in batch-invariant mode: 256 keys, so that 640 keys of one sequence still run on three SMs
 BLOCK_KEYS = 64
 START_COST = 2.0  # of one program (launch, queries, result), in units of one block of keys
-COMBINE_COST = 3.0  # of the second launch and its reads, in the same unit
+COMBINE_COST = 2.0  # of the second launch, in the same unit
+PART_COST = 0.02  # of writing and reading one part, in the same unit
+COMBINE_BLOCK = 16  # parts read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def best_split(programs: int, blocks: int, sms: int) -> int:
 
     def cost(count: int) -> float:
         waves = -(-programs * count // sms)
-        return waves * (-(-blocks // count) + START_COST) + (COMBINE_COST if count > 1 else 0)
+        return waves * (-(-blocks // count) + START_COST) + (COMBINE_COST + PART_COST * programs * count if count > 1 else 0)
 
     return min(range(1, max(blocks, 1) + 1), key=cost)
 
@@ -125,7 +128,7 @@ def sparse_attention(
         num_stages=config.num_stages,
     )
     if splits.count > 1:
-        combine(partial, sink, out, lse)
+        combine(partial, splits, sink, out, lse)
     return out, lse
 
 
@@ -140,12 +143,14 @@ def new_partial(q: Tensor, count: int) -> Partial:
     return Partial(out, torch.empty(tokens, count, heads, dtype=torch.float32, device=q.device))
 
 
-def combine(partial: Partial, sink: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge the parts of every query, in their order, and add the sink."""
+def combine(partial: Partial, splits: Splits, sink: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge the parts of every query and add the sink; with splits of a fixed size the order does not depend on their number."""
     tokens, count, heads, dim = partial.out.shape
+    block = COMBINE_BLOCK if splits.blocks else min(COMBINE_BLOCK, triton.next_power_of_2(count))
     combine_kernel[(tokens * heads,)](
-        partial.out, partial.lse, sink, out, out.stride(0), out.stride(1), lse, H=heads, D=dim, count=count, num_warps=1
-    )
+        partial.out, partial.lse, sink, out, out.stride(0), out.stride(1), lse,
+        H=heads, D=dim, count=count, BLOCK=block, EARLY=out.is_cuda, num_warps=max(1, block // 4), launch_pdl=out.is_cuda,
+    )  # fmt: skip
 
 
 def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, Tensor]:
@@ -238,24 +243,37 @@ def attend_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def combine_kernel(partial_out, partial_lse, sink, out, out_stride_t, out_stride_h, lse, H: tl.constexpr, D: tl.constexpr, count):
-    """Weighted mean of the parts of one head of one token, in the order of the splits: empty parts change no bit."""
+def combine_kernel(
+    partial_out, partial_lse, sink, out, out_stride_t, out_stride_h, lse, H: tl.constexpr, D: tl.constexpr, count,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Weighted mean of the parts of one head of one token, BLOCK at a time: parts without keys, or beyond `count`, change no bit."""
+    if EARLY:  # launched while the parts are still being written, as may be what follows
+        gdc_launch_dependents()
+        gdc_wait()
     token, head = tl.program_id(0) // H, tl.program_id(0) % H
     first = token.to(tl.int64) * count * H + head
-    top = tl.full([], float("-inf"), tl.float32)
-    for split in range(count):
-        top = tl.maximum(top, tl.load(partial_lse + first + split * H))
+    n = tl.arange(0, BLOCK)
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, count, BLOCK):
+        b_lse = tl.load(partial_lse + first + (start + n) * H, mask=start + n < count, other=float("-inf"))
+        tops = tl.maximum(tops, b_lse)
+    top = tl.max(tops, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
     d = tl.arange(0, D)
-    acc, total = tl.zeros([D], tl.float32), tl.zeros([], tl.float32)
-    for split in range(count):
-        weight = tl.exp2(tl.load(partial_lse + first + split * H) - base)
-        acc += weight * tl.load(partial_out + (first + split * H) * D + d, mask=weight > 0, other=0.0)
-        total += weight
+    acc, totals = tl.zeros([D], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, count, BLOCK):
+        parts = start + n
+        weight = tl.exp2(tl.load(partial_lse + first + parts * H, mask=parts < count, other=float("-inf")) - base)
+        rows = partial_out + (first + parts * H) * D
+        b_out = tl.load(rows[:, None] + d, mask=(parts < count)[:, None], other=0.0)  # parts without keys hold anything
+        acc += tl.sum(tl.where((weight > 0)[:, None], b_out * weight[:, None], 0.0), axis=0)
+        totals += weight
+    total = tl.sum(totals, axis=0)
     b_lse = base + tl.log2(total)
     share = sink_share(b_lse, tl.load(sink + head)) / tl.where(total > 0, total, 1.0)
-    rows = out + token.to(tl.int64) * out_stride_t + head.to(tl.int64) * out_stride_h
-    tl.store(rows + d, (acc * share).to(out.dtype.element_ty))
+    out_row = out + token.to(tl.int64) * out_stride_t + head.to(tl.int64) * out_stride_h
+    tl.store(out_row + d, (acc * share).to(out.dtype.element_ty))
     tl.store(lse + token.to(tl.int64) * H + head, b_lse * 0.6931471805599453)
 
 
@@ -366,8 +384,8 @@ def aot_cases() -> list[AotCase]:
         "sparse_attention combine",
         combine_kernel,
         parts,
-        {"H": 64, "D": HEAD_DIM},
-        1,
+        {"H": 64, "D": HEAD_DIM, "BLOCK": COMBINE_BLOCK, "EARLY": True},
+        4,
         aligned=tuple(n for n in parts if n != "count"),
     )
     cases = [attend(64, pair, count) for pair in PAIRS for count in (1, 2)]
