@@ -546,8 +546,8 @@ def convert_e4m3(codes, scale, words):
 
     A code's bits moved to bf16's fields are its value times 2^-120; the factor 2^120 comes first, so that no scale overflows.
     """
-    pair = scale * 0x00800080  # 2^(scale - 127), twice
-    pair = gl.where(scale == 0, 0x00400040, gl.where(scale == 255, 0x7FC07FC0, pair))
+    pair = gl.maximum(scale * 0x00800080, 0x00400040)  # 2^(scale - 127), twice
+    pair = gl.where(scale == 255, 0x7FC07FC0, pair)
     pair, codes = gl.broadcast(gl.expand_dims(pair, 2), codes)
     low, high = gl.inline_asm_elementwise(
         """{
