@@ -192,7 +192,7 @@ def test_v41_text_config_alone_and_as_transformers_saves_it() -> None:
     expected = parse_model_config(v41_flash())
     root = v41_flash()
     alone = root["text_config"] | {name: root[name] for name in ("bos_token_id", "eos_token_id", "quantization_config")}
-    assert parse_model_config(alone) == expected
+    assert parse_model_config(alone | {"image_token_id": root["image_token_id"]}) == expected
     sources = root["text_config"]["kv_source_layer_ids"]
     kinds = ["shared_compressed_attention" if layer in sources else "sliding_attention" for layer in range(40)]
     repeated = v41_text(
@@ -463,6 +463,9 @@ def test_v41_experts_format_must_be_said() -> None:
 
 def test_v41_vision_part_is_recognised() -> None:
     config = v41_flash()
+    assert parse_model_config(config).image_token_id == 129264 and parse_model_config(v4_flash()).image_token_id is None
+    with pytest.raises(ConfigError, match="image_token_id"):
+        parse_model_config(config | {"image_token_id": 129280})
     config["vision_config"]["model_type"] = "clip_vision"
     with pytest.raises(ConfigError, match="deepseek_v41_vision"):
         parse_model_config(config)

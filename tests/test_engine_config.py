@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from abyssal.config import EngineConfig, ModelConfig, ServerConfig, from_sources, resolve, server_from_sources
+from abyssal.config import EngineConfig, Gpu, ModelConfig, ServerConfig, from_sources, resolve, server_from_sources
 from abyssal.errors import ConfigError
 from abyssal.model_config import parse_model_config
 from abyssal.options import OptionSpec, option_specs
@@ -32,6 +32,7 @@ ENGINE_VALUES: dict[str, tuple[Any, str]] = {
     "max_num_seqs": (3, "3"),
     "gpu_memory_utilization": (0.5, "0.5"),
     "kv_cache_bytes": (2 * 2**30, "2GiB"),
+    "swap_bytes": (2**30, "1GiB"),
     "engram_cache_bytes": (2**30, "1GiB"),
     "max_model_len": (1000, "1000"),
     "enable_prefix_caching": (False, "false"),
@@ -96,6 +97,7 @@ WRONG: list[tuple[type, str, list[Any]]] = [
     (EngineConfig, "max_num_seqs", [0, -1, True, "4", None]),
     (EngineConfig, "gpu_memory_utilization", [0, 1.01, -0.5, float("nan"), float("inf"), True, None]),
     (EngineConfig, "kv_cache_bytes", [0, -1, 1.5, True, "4GiB"]),
+    (EngineConfig, "swap_bytes", [-1, 1.5, True, "1GiB", None]),
     (EngineConfig, "engram_cache_bytes", [-1, 1.5, True, "1GiB", None]),
     (EngineConfig, "max_model_len", [0, -5, 4096.0, False]),
     (EngineConfig, "enable_prefix_caching", [1, 0, "true", None]),
@@ -261,8 +263,8 @@ def test_only_the_allowed_layout_pairs_pass(kv: str, compressed: str, model: Mod
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "triton"}, "backend 'triton' is not available yet; choose reference"),
-        ({"backend": "hopper"}, "backend 'hopper' is not available yet; choose reference"),
+        ({"backend": "triton"}, "backend 'triton' cannot run: kernels need device=cuda; choose auto or reference"),
+        ({"backend": "hopper"}, "backend 'hopper' cannot run: kernels need device=cuda; choose auto or reference"),
         ({"device": "cuda"}, "no usable CUDA device"),
         ({"max_model_len": 1048577}, "max_model_len=1048577 exceeds the model's max_position_embeddings=1048576"),
     ],
@@ -270,6 +272,60 @@ def test_only_the_allowed_layout_pairs_pass(kv: str, compressed: str, model: Mod
 def test_what_model_machine_or_version_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(EngineConfig(**options), V4, device_available=False)
+
+
+H200, A100, B200, T4 = (Gpu(capability, "3.6.0") for capability in ((9, 0), (8, 0), (10, 0), (7, 5)))
+WIDE = {"head_dim": 512, "index_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "widths", "backend"),
+    [
+        (H200, {}, WIDE, "hopper"),
+        (Gpu((9, 0), "3.6.1"), {}, WIDE, "hopper"),
+        (Gpu((9, 0), "3.60.0"), {}, WIDE, "triton"),
+        (Gpu((9, 0), "3.7.0"), {}, WIDE, "triton"),
+        (Gpu((9, 0), None), {}, WIDE, "reference"),
+        (A100, {}, WIDE, "triton"),
+        (B200, {}, WIDE, "triton"),
+        (T4, {}, WIDE, "reference"),
+        (None, {}, WIDE, "reference"),
+        (H200, {"device": "cpu"}, WIDE, "reference"),
+        (H200, {"dtype": "float32"}, WIDE, "reference"),
+        (H200, {"kv_layout": "bf16"}, WIDE, "hopper"),
+        (H200, {"kv_layout": "fp32"}, WIDE, "reference"),
+        (H200, {"index_layout": "fp32"}, WIDE, "reference"),
+        (H200, {}, WIDE | {"head_dim": 96}, "reference"),
+        (H200, {}, WIDE | {"index_head_dim": 64}, "reference"),
+        (H200, {"backend": "triton"}, WIDE, "triton"),
+        (H200, {"backend": "reference"}, WIDE, "reference"),
+    ],
+)
+def test_backend_follows_the_device_and_the_model(
+    gpu: Gpu | None, options: dict[str, Any], widths: dict[str, int], backend: str
+) -> None:
+    resolved = resolve(EngineConfig(**options), dataclasses.replace(V4, **widths), True, gpu)
+    assert resolved.backend == backend
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "widths", "message"),
+    [
+        (A100, {"backend": "hopper"}, WIDE, "compute capability 8.0 is not 9.0"),
+        (B200, {"backend": "hopper"}, WIDE, "compute capability 10.0 is not 9.0"),
+        (Gpu((9, 0), "3.7.0"), {"backend": "hopper"}, WIDE, r"triton 3\.7\.0 is not among the tested releases: 3\.6"),
+        (Gpu((9, 0), None), {"backend": "triton"}, WIDE, "triton is not installed"),
+        (T4, {"backend": "triton"}, WIDE, "compute capability 7.5 is below 8.0"),
+        (H200, {"backend": "hopper", "dtype": "float32"}, WIDE, "not dtype=float32"),
+        (H200, {"backend": "triton", "kv_layout": "fp32"}, WIDE, "no fp32 records"),
+        (H200, {"backend": "triton"}, WIDE | {"head_dim": 96}, "this model has 96 and 128"),
+    ],
+)
+def test_an_asked_backend_that_cannot_run_is_refused(
+    gpu: Gpu, options: dict[str, Any], widths: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"backend '{options['backend']}' cannot run: .*{message}"):
+        resolve(EngineConfig(**options), dataclasses.replace(V4, **widths), True, gpu)
 
 
 def test_explicit_values_survive_resolving() -> None:

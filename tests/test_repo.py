@@ -222,7 +222,18 @@ def test_ci_runs_what_a_contributor_runs() -> None:
 
 # Imports
 
-SERVER_ONLY = ("pydantic", "pydantic_settings", "fastapi", "uvicorn", "starlette", "msgspec", "zmq", "prometheus_client", "typer")
+SERVER_ONLY = (
+    "pydantic",
+    "pydantic_settings",
+    "fastapi",
+    "uvicorn",
+    "starlette",
+    "msgspec",
+    "zmq",
+    "prometheus_client",
+    "typer",
+    "xgrammar",
+)
 LATE = ("click", "rich", "huggingface_hub", "transformers")
 BLOCK = """
 import sys

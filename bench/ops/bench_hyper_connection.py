@@ -23,30 +23,36 @@ from abyssal.ops.hyper_connection import triton as kernel
 
 HIDDEN = (5120, 7168, 4096)
 TOKENS = (1, 8, 64, 512, 4096)
-# tokens -> block_tokens, block_hidden, steps, warps, one launch
-VARIANTS: dict[int, list[tuple[int, int, int, int, bool]]] = {
-    1: [(1, 32, 1, 4, True), (1, 64, 1, 4, True), (1, 32, 1, 2, True), (1, 64, 1, 8, True), (1, 64, 1, 4, False)],
-    8: [(8, 64, 1, 4, True), (8, 128, 1, 4, True), (4, 64, 1, 4, True), (2, 128, 1, 4, True), (8, 64, 1, 8, True)],
+# tokens -> one launch, block_tokens, block_hidden, warps, stages, registers
+VARIANTS: dict[int, list[tuple[bool, int, int, int, int, int]]] = {
+    1: [(True, 1, 64, 4, 2, 255), (True, 1, 32, 2, 2, 255), (False, 1, 32, 4, 3, 255)],
+    8: [(True, 8, 128, 4, 2, 255), (True, 4, 64, 4, 2, 255), (True, 8, 64, 8, 2, 128), (True, 8, 64, 4, 2, 128)],
     64: [
-        (16, 128, 1, 4, True), (16, 128, 1, 8, True), (16, 64, 2, 4, True), (8, 256, 1, 8, True),
-        (32, 64, 1, 4, True), (32, 128, 1, 8, True), (16, 128, 1, 4, False),
+        (True, 16, 128, 8, 2, 128), (True, 8, 128, 4, 2, 168), (True, 16, 64, 4, 2, 128), (True, 16, 128, 4, 2, 200),
+        (True, 32, 128, 8, 2, 255), (True, 16, 256, 8, 2, 255), (False, 64, 32, 4, 3, 255), (False, 16, 128, 4, 2, 255),
     ],
     512: [
-        (64, 64, 4, 8, True), (32, 128, 4, 8, True), (32, 128, 2, 8, True), (64, 64, 8, 8, True), (32, 64, 4, 4, True),
-        (64, 128, 2, 8, True), (64, 64, 4, 8, False),
+        (False, 64, 32, 4, 2, 168), (False, 64, 32, 4, 2, 255), (False, 64, 16, 4, 4, 168), (False, 128, 32, 8, 3, 255),
+        (False, 32, 64, 4, 2, 255), (False, 64, 64, 8, 2, 255),
     ],
-    4096: [(64, 64, 4, 8, True), (32, 128, 4, 8, True), (64, 64, 8, 8, True), (32, 64, 8, 4, True), (64, 64, 8, 8, False)],
+    4096: [
+        (False, 64, 32, 4, 2, 168), (False, 64, 32, 4, 2, 255), (False, 64, 16, 4, 4, 168), (False, 128, 32, 8, 3, 255),
+        (False, 64, 64, 8, 2, 255),
+    ],
 }  # fmt: skip
 PARAMETERS = {"rms_eps": 1e-6, "eps": 1e-6, "iterations": 20}
 
 
-def config_of(tokens: int, hidden: int, variant: tuple[int, int, int, int, bool], num_sms: int) -> kernel.LaunchConfig | None:
-    block_tokens, block_hidden, steps, num_warps, one_launch = variant
-    if hidden % (block_hidden * steps):
-        return None
-    splits = hidden // (block_hidden * steps)
-    ticket = -(-tokens // block_tokens) * splits > num_sms * (2 if num_warps <= 4 else 1)
-    return kernel.LaunchConfig(block_tokens, block_hidden, splits, steps, num_warps, 2, one_launch, ticket)
+def config_of(
+    tokens: int, hidden: int, variant: tuple[bool, int, int, int, int, int], num_sms: int
+) -> kernel.LaunchConfig | None:
+    one_launch, block_tokens, block_hidden, num_warps, num_stages, registers = variant
+    if not one_launch:
+        return kernel.two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
+    config = kernel.LaunchConfig(
+        block_tokens, block_hidden, hidden // block_hidden, 1, num_warps, num_stages, registers, one_launch
+    )
+    return config if config.programs(tokens) <= config.resident(num_sms) else None
 
 
 def make_inputs(tokens: int, hidden: int, own: bool, cold: bool) -> tuple[list[dict[str, Any]], list[hc.MixWeights]]:
@@ -99,6 +105,19 @@ def time_kernel(hidden: int, tokens: int, own: bool, config: kernel.LaunchConfig
     )
 
 
+def kernel_times(hidden: int, tokens: int, own: bool) -> dict[str, float]:
+    """Microseconds of each kernel of the chosen launch, cold, by the profiler."""
+    arguments, weights = make_inputs(tokens, hidden, own, cold=True)
+    state = kernel.HandoverState.allocate(tokens, hidden, "cuda")
+    prepared = [kernel.KernelWeights.prepare(w) for w in weights]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            for a, w in zip(arguments, prepared, strict=True):
+                kernel.site(weights=w, state=state, **a)
+        torch.cuda.synchronize()
+    return {e.key: e.device_time for e in profile.key_averages() if e.key.startswith("hyper_connection")}
+
+
 def time_reference(hidden: int, tokens: int, own: bool, compiled: bool) -> float:
     arguments, weights = make_inputs(tokens, hidden, own, cold=False)
     site = torch.compile(hc.site, dynamic=False) if compiled else hc.site
@@ -149,16 +168,24 @@ def main() -> None:
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[-1][:60]}"
         rows.append(row)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; us, median of graph replays; roof at 4.23 TB/s")
-    print("hidden tokens order  block splits steps warps 1-launch ticket |   cold   warm   roof share")
+    print("hidden tokens order  block splits steps warps stages regs 1-launch |   cold   warm   roof share")
     for row in rows:
         start = f"{row['hidden']:>6} {row['tokens']:>6} {row['order']:>5} {row['block_tokens']:>3}x{row['block_hidden']:<3} {row['splits']:>5}"
-        start += f" {row['steps']:>5} {row['num_warps']:>5} {row['one_launch']!s:>8} {row['ticket']!s:>6} {'*' if row['chosen'] else ' '}"
+        start += f" {row['steps']:>5} {row['num_warps']:>5} {row['num_stages']:>6} {row['registers']:>4} {row['one_launch']!s:>8}"
+        start += " *" if row["chosen"] else "  "
         times = (
             f"{row['cold']:>7.2f}{row['warm']:>7.2f}{row['roof']:>7.2f}{row['roof'] / row['cold']:>6.0%}"
             if "cold" in row
             else row["error"]
         )
         print(f"{start}{times}", flush=True)
+    for tokens, own in [(t, own) for t in args.tokens if t >= 64 for own in (True, False)]:
+        try:
+            times = kernel_times(args.hidden[0], tokens, own)
+        except Exception as error:  # noqa: BLE001
+            times = {type(error).__name__: math.nan}
+        text = "  ".join(f"{name} {us:.1f}" for name, us in times.items())
+        print(f"profiled, cold: hidden {args.hidden[0]} tokens {tokens} {'v4' if own else 'v41'}: {text}")
     references = []
     for tokens in [] if args.no_reference else [t for t in args.tokens if t in (1, 64, 512)]:
         reference: dict[str, Any] = {"hidden": args.hidden[0], "tokens": tokens, "order": "v4"}

@@ -38,13 +38,12 @@ def kernels(layout: str, row: tuple[int, int, int]) -> dict[str, Callable[..., t
         "triton": functools.partial(triton.index_score, **options, **maxima),
     }
     if row in TUNED:
-        for copies in (2, 3, 4):
-            config = gluon.ScoreConfig(programs=copies * count, queries=1)
-            chosen[f"gluon x {copies}"] = functools.partial(gluon.index_score, **options, **maxima, config=config)
-        for stages in (6, 10):
-            for copies in (2, 3, 4):
-                config = triton.ScoreConfig(programs=copies * count, queries=1, warps=4, stages=stages)
-                chosen[f"triton x {copies}, {stages}"] = functools.partial(triton.index_score, **options, **maxima, config=config)
+        for copies, stages in ((2, 4), (3, 3), (3, 6)):
+            config = gluon.ScoreConfig(programs=copies * count, queries=1, stages=stages)
+            chosen[f"gluon x {copies}, {stages}"] = functools.partial(gluon.index_score, **options, **maxima, config=config)
+        for copies, stages in ((3, 6),):
+            config = triton.ScoreConfig(programs=copies * count, queries=1, warps=4, stages=stages)
+            chosen[f"triton x {copies}, {stages}"] = functools.partial(triton.index_score, **options, **maxima, config=config)
     return chosen
 
 

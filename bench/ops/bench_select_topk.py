@@ -18,8 +18,9 @@ from triton.errors import TritonError
 
 from abyssal.kv import layouts
 from abyssal.ops.index_score.gluon import index_score
+from abyssal.ops.index_score.triton import index_score_blocks
 from abyssal.ops.select_topk import select_topk as reference
-from abyssal.ops.select_topk.triton import GROUP, SelectConfig, select_config, select_topk
+from abyssal.ops.select_topk.triton import GROUP, SelectConfig, candidate_blocks, select_config, select_topk
 
 FAILURES = (TritonError, RuntimeError, ValueError, TypeError, AssertionError, ImportError)
 ROWS = [
@@ -31,9 +32,21 @@ ROWS = [
     (1, 262144, 1024),
     (256, 262144, 512),
 ]
-TUNED = {
-    (1, 262144, 512): [(2, 8), (2, 16), (2, 32), (3, 8), (3, 16), (3, 32)],
-    (128, 8192, 512): [(1, 8), (1, 16), (1, 32), (2, 8), (2, 16)],
+TUNED = {  # levels, warps, chunk
+    (1, 262144, 512): [
+        (2, 8, 2048),
+        (2, 4, 4096),
+        (2, 8, 4096),
+        (2, 16, 4096),
+        (2, 8, 8192),
+        (2, 16, 8192),
+        (3, 8, 4096),
+        (3, 8, 0),
+    ],
+    (4, 262144, 512): [(2, 8, 4096), (2, 8, 8192), (2, 16, 8192), (3, 8, 4096), (3, 8, 0)],
+    (32, 32768, 512): [(2, 8, 4096), (2, 4, 4096), (2, 16, 8192), (2, 16, 0)],
+    (128, 8192, 512): [(1, 8, 0), (1, 16, 0), (2, 8, 0), (2, 8, 4096)],
+    (1, 1048576, 512): [(3, 8, 4096), (3, 16, 8192), (3, 8, 0)],
 }
 
 
@@ -59,16 +72,17 @@ def selections() -> list[dict]:
             visible = torch.full((n, 1), entries, dtype=torch.int32, device="cuda")
             sets.append((scores, visible, scores.view(n, 1, -1, GROUP).amax(-1)))
         expected = reference(*sets[0][:2], k).cpu()
-        default = select_config(entries, k)
+        default = select_config(n, entries, k)
+        arrivals = torch.zeros(n, 1, dtype=torch.int32, device="cuda")
         cases = {"triton": (default, False)}
         if default.levels > 1:
             cases["triton, maxima given"] = (default, True)
-        for levels, warps in TUNED.get((n, entries, k), []):
-            cases[f"{levels} levels, {warps} warps"] = (SelectConfig(levels, warps), levels == 2)
+        for levels, warps, chunk in TUNED.get((n, entries, k), []):
+            cases[f"{levels} levels, {warps} warps, {chunk}"] = (SelectConfig(levels, warps, chunk), True)
         for name, (config, given) in cases.items():
 
-            def call(scores, visible, maxima, config=config, given=given, k=k):
-                return select_topk(scores, visible, k, maxima=maxima if given else None, config=config)
+            def call(scores, visible, maxima, config=config, given=given, k=k, arrivals=arrivals):
+                return select_topk(scores, visible, k, maxima=maxima if given else None, arrivals=arrivals, config=config)
 
             results.append(measure(name, row, call, sets, expected))
         results.append(measure("torch.topk", row, lambda s, v, m, k=k: s.topk(k, sorted=False).indices, sets, None))
@@ -82,16 +96,43 @@ def steps() -> list[dict]:
         for n, entries, heads in ((1, 262144, 64), (4, 262144, 64), (128, 8192, 64), (1, 1048576, 32)):
             sets = [random_paged(layout, n, 1, heads, entries) for _ in range(2 if n * entries > 300000 else 6)]
             maxima = torch.empty(n, 1, entries // GROUP, device="cuda")
+            arrivals = torch.zeros(n, 1, dtype=torch.int32, device="cuda")
             score = functools.partial(
                 index_score, layout=layouts.get(layout), entries_per_page=PAGE, num_entries=entries, maxima=maxima
             )
 
-            def call(q, weights, pool, table, visible, score=score, maxima=maxima):
+            def call(q, weights, pool, table, visible, score=score, maxima=maxima, arrivals=arrivals):
                 scores = score(q, weights, pool, table, visible)
-                return select_topk(scores, visible, 512, maxima=maxima, page_table=table)
+                return select_topk(scores, visible, 512, maxima=maxima, arrivals=arrivals, page_table=table)
 
             results.append(measure(f"score {layout} + select", f"512 of {n} x {entries}", call, [s.arrays for s in sets], None))
             del sets
+            torch.cuda.empty_cache()
+    return results
+
+
+def candidates() -> list[dict]:
+    """V4.1's second level: 2,048 blocks of 8, their scores, and the choice among them."""
+    results = []
+    for layout in ("index_fp8", "index_mxfp4"):
+        for n, entries in ((1, 262144), (1, 1048576), (16, 65536)):
+            paged = random_paged(layout, n, 1, 32, entries)
+            scores = torch.randn(n, 1, entries, device="cuda")
+            blocks, count = candidate_blocks(scores, paged.visible, 2048, 8)
+            score = functools.partial(index_score_blocks, layout=layouts.get(layout), entries_per_page=PAGE, block_size=8)
+
+            def publish(scores, visible):
+                return candidate_blocks(scores, visible, 2048, 8)[0]
+
+            def use(q, weights, pool, table, blocks, count, score=score):
+                return select_topk(score(q, weights, pool, table, blocks, count), count, 512, blocks=blocks, page_table=table)
+
+            row = f"{n} x {entries}"
+            results.append(measure("candidate blocks", row, publish, [(scores, paged.visible)], None))
+            inputs = [(*paged.arrays[:4], blocks, count)]
+            results.append(measure(f"{layout}, 16,384 candidates", row, score, inputs, None))
+            results.append(measure(f"{layout}, candidates + select", row, use, inputs, None))
+            del paged, scores
             torch.cuda.empty_cache()
     return results
 
@@ -100,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    results = selections() + steps()
+    results = selections() + steps() + candidates()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; one read of 262,144 scores: {262144 * 4 / COPY_BANDWIDTH * 1e6:.2f} us"
     )

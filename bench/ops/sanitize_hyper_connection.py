@@ -11,9 +11,9 @@ from abyssal.ops.hyper_connection import triton as kernel
 
 def main() -> None:
     hidden = 256
-    config = kernel.LaunchConfig(4, 32, 4, 2, 4, 2, one_launch=True, ticket=False)
-    configs = [config, kernel.LaunchConfig(4, 32, 4, 2, 4, 2, True, True), kernel.LaunchConfig(2, 64, 4, 1, 4, 2, False, False)]
-    state = kernel.HandoverState.of_size(64, 8, "cuda")
+    configs = [kernel.LaunchConfig(4, 64, 4, 1, 4, 2, 255, True), kernel.LaunchConfig(4, 32, 4, 2, 4, 3, 255, False)]
+    configs += [kernel.LaunchConfig(64, 32, 2, 4, 4, 3, 255, False)]
+    state = kernel.HandoverState.of_size(128, 8, "cuda")
     launches = 0
     for own in (True, False):
         arguments, weights = make_inputs(7, hidden, own, cold=False)

@@ -7,7 +7,7 @@ from index_inputs import BUCKET_BYTES, PAGE, random_paged
 
 from abyssal.kv import layouts
 from abyssal.ops.index_score import gluon, triton
-from abyssal.ops.select_topk.triton import GROUP, SelectConfig, select_topk
+from abyssal.ops.select_topk.triton import GROUP, SelectConfig, candidate_blocks, select_topk
 
 
 def main() -> None:
@@ -22,10 +22,15 @@ def main() -> None:
                     scores = kernel.index_score(
                         *paged.arrays, layout=layouts.get(name), entries_per_page=PAGE, num_entries=entries, maxima=maxima
                     )
-                for levels in (1, 2, 3):
+                for levels, chunk in ((1, 0), (2, 0), (3, 0), (2, 64), (3, 128)):
                     given = maxima if levels == 2 else None
-                    config = SelectConfig(levels, warps=4)
+                    config = SelectConfig(levels, warps=4, chunk=chunk)
                     select_topk(scores, paged.visible, 24, maxima=given, page_table=paged.table, config=config)
+                blocks, count = candidate_blocks(scores, paged.visible, 12, 8)
+                compact = triton.index_score_blocks(
+                    *paged.arrays[:4], blocks, count, layout=layouts.get(name), entries_per_page=PAGE, block_size=8
+                )
+                select_topk(compact, count, 24, blocks=blocks, page_table=paged.table)
     torch.cuda.synchronize()
     print("every kernel ran")
 

@@ -129,6 +129,7 @@ class ModelConfig:
     engram: EngramConfig | None
     layers: tuple[LayerPlan, ...]
     draft: Literal["none", "mtp", "dspark"]  # what `mtp.*` holds, if present
+    image_token_id: int | None  # stands for a part of an image in a prompt; None: the model reads text only
 
     @property
     def query_norm(self) -> bool:
@@ -162,6 +163,12 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "part of the GPU's memory to use", above=0, high=1)
     kv_cache_bytes: int | None = option(
         None, "size of the cache, such as 8GiB; overrides gpu_memory_utilization; 4GiB on CPU", low=1, in_bytes=True
+    )
+    swap_bytes: int = option(
+        4 << 30,
+        "host memory for the caches of sequences that gave up their pages; 0: they are always computed again",
+        low=0,
+        in_bytes=True,
     )
     engram_cache_bytes: int = option(
         256 << 20, "memory for rows of V4.1's n-gram tables, which stay on disk; all tables together", low=0, in_bytes=True
@@ -206,8 +213,8 @@ AUTO_INDEX = {("v4", "v4"): "fp8", ("v4", "v41"): "fp8", ("v41", "v4"): "fp8", (
 PACKED_DIMS = (512, 128)  # values of a KV entry and of an index key: packed records exist for the released widths only
 ALLOWED_KV = {("fp32", "same"), ("bf16", "same"), ("v4", "same"), ("v41", "same"), ("v41", "fp4")}
 
-# What exists so far.
-BUILT = {"backend": ("reference",)}
+# Triton releases whose Gluon the Hopper kernels are tested with: its interface moves between releases.
+GLUON_RELEASES = ("3.6",)
 CPU_KV_CACHE_BYTES = 4 * 2**30
 
 
@@ -227,7 +234,29 @@ def server_from_sources(cli: Mapping[str, Any], env: Mapping[str, str]) -> Serve
     return build(ServerConfig, cli, env)
 
 
-def resolve(config: EngineConfig, model_config: ModelConfig, device_available: bool) -> EngineConfig:
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What decides which kernels a CUDA device can run."""
+
+    capability: tuple[int, int]
+    triton: str | None  # release, such as 3.6.0; None: not installed
+
+    @property
+    def why_no_kernels(self) -> str | None:
+        if self.capability < (8, 0):
+            return f"compute capability {self.capability[0]}.{self.capability[1]} is below 8.0"
+        return "triton is not installed" if self.triton is None else None
+
+    @property
+    def why_not_hopper(self) -> str | None:
+        if self.capability != (9, 0):
+            return f"compute capability {self.capability[0]}.{self.capability[1]} is not 9.0"
+        if self.triton is None or ".".join(self.triton.split(".")[:2]) not in GLUON_RELEASES:
+            return f"triton {self.triton} is not among the tested releases: {', '.join(GLUON_RELEASES)}"
+        return None
+
+
+def resolve(config: EngineConfig, model_config: ModelConfig, device_available: bool, gpu: Gpu | None = None) -> EngineConfig:
     """A new config without `auto`, checked against the model and the machine.
 
     What depends on the size of the cache stays None for the engine to fill: `max_model_len`, and on CUDA `kv_cache_bytes`.
@@ -236,6 +265,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
         config: as given by the user.
         model_config: the model that will run.
         device_available: whether a CUDA device can be used.
+        gpu: that device; None: unknown, no kernel is sure to run.
 
     Raises:
         ConfigError: an option asks for what the model, the machine or this version cannot do.
@@ -243,8 +273,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
     device = _resolve_device(config.device, device_available)
     kv, compressed, index = _resolve_layouts(config, device, model_config)
     dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if config.dtype == "auto" else config.dtype
-    backend = "reference" if config.backend == "auto" else config.backend
-    _check_built("backend", backend)
+    backend = _resolve_backend(config.backend, device, dtype, (kv, compressed, index), model_config, gpu)
     if config.max_model_len is not None and config.max_model_len > model_config.max_position:
         raise ConfigError(
             f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings={model_config.max_position}; "
@@ -287,9 +316,36 @@ def _resolve_layouts(config: EngineConfig, device: str, model: ModelConfig) -> t
     return kv, compressed, index
 
 
-def _check_built(name: str, value: str) -> None:
-    if value not in BUILT[name]:
-        raise ConfigError(f"{name} {value!r} is not available yet; choose {' or '.join(BUILT[name])}")
+def _resolve_backend(
+    asked: str, device: str, dtype: str, layouts: tuple[str, str, str], model: ModelConfig, gpu: Gpu | None
+) -> str:
+    if asked == "reference":
+        return asked
+    why = None
+    if device != "cuda":
+        why = "kernels need device=cuda"
+    elif gpu is None:
+        why = "the CUDA device is not known"
+    elif dtype != "bfloat16":
+        why = f"kernels compute in bfloat16, not dtype={dtype}"
+    elif (model.head_dim, model.index_head_dim) != PACKED_DIMS:
+        why = (
+            f"kernels take head_dim={PACKED_DIMS[0]} and index_head_dim={PACKED_DIMS[1]}, this model has {model.head_dim} and "
+            f"{model.index_head_dim}"
+        )
+    elif "fp32" in layouts:
+        why = "kernels read no fp32 records; choose bf16 or a packed kv_layout and index_layout"
+    else:
+        why = gpu.why_no_kernels
+    if asked == "auto":
+        if why is not None or gpu is None:
+            return "reference"
+        return "hopper" if gpu.why_not_hopper is None else "triton"
+    if why is None and gpu is not None and asked == "hopper":
+        why = gpu.why_not_hopper
+    if why is not None:
+        raise ConfigError(f"backend {asked!r} cannot run: {why}; choose auto or reference")
+    return asked
 
 
 def _model_name(model: str) -> str:

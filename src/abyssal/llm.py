@@ -19,8 +19,9 @@ from abyssal.engine.engine import Engine
 from abyssal.engine.output import CompletionOutput, OutputDelta, OutputProcessor, RequestOutput
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
 from abyssal.errors import EngineDeadError, RequestError
-from abyssal.serve.chat import encode_chat, load_chat_settings
-from abyssal.serve.reasoning import ChatProcessor
+from abyssal.serve.answer import ChatProcessor
+from abyssal.serve.chat import load_chat_format
+from abyssal.serve.conversation import Conversation, parse_messages, parse_tools
 from abyssal.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -39,7 +40,7 @@ class LLM:
     def __init__(self, model: str | Path = "tiny", **options: Any) -> None:
         self._engine: Engine | None = Engine(from_sources({"model": str(model), **options}, os.environ))
         self.tokenizer = self.engine.tokenizer
-        self._chat_settings = load_chat_settings(Path(self.engine.info.model_folder))
+        self._chat = load_chat_format(Path(self.engine.info.model_folder), self.engine.info.family)
         self._ids = itertools.count()
         self._owners: dict[str, tuple[_Job, int]] = {}  # of every request in the engine: its job, and which output of it
 
@@ -84,26 +85,35 @@ class LLM:
         return [job.output for job in jobs]
 
     def chat(
-        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, thinking: bool | None = None
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        thinking: bool | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> RequestOutput:
-        """Answer a conversation of `{"role": ..., "content": ...}` messages; outputs have `reasoning` beside `text`.
+        """Answer a conversation of `{"role": ..., "content": ...}` messages; outputs have `reasoning` and `calls` beside `text`.
 
         Args:
             thinking: whether the answer begins with reasoning; None = the checkpoint's default.
+            tools: functions that the model may call, in OpenAI's form.
 
         Raises:
-            RequestError: a message or parameter is bad.
+            RequestError: a message, tool or parameter is bad.
         """
-        job = self._chat_job(messages, params or SamplingParams(), thinking)
+        job = self._chat_job(messages, params or SamplingParams(), thinking, tools)
         for _ in self._run([job]):
             pass
         return job.output
 
     def stream_chat(
-        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, thinking: bool | None = None
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        thinking: bool | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> Iterator[OutputDelta]:
         """As `chat` with n = 1, piece by piece. Leaving the loop early drops the request."""
-        return self._run([self._chat_job(messages, replace(params or SamplingParams(), n=1), thinking)])
+        return self._run([self._chat_job(messages, replace(params or SamplingParams(), n=1), thinking, tools)])
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Complete one prompt piece by piece (n = 1). Leaving the loop early drops the request."""
@@ -157,10 +167,23 @@ class LLM:
         processors = [OutputProcessor(self.tokenizer, params, ids) for _ in range(params.n)]
         return _Job(f"llm-{next(self._ids)}", text, ids, params, processors)
 
-    def _chat_job(self, messages: list[dict[str, Any]], params: SamplingParams, thinking: bool | None) -> _Job:
+    def _chat_job(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams,
+        thinking: bool | None,
+        tools: list[dict[str, Any]] | None,
+    ) -> _Job:
         tokenizer = self._require_tokenizer()
-        ids = encode_chat(tokenizer, messages, self._chat_settings.thinking if thinking is None else thinking)
-        return _Job(f"llm-{next(self._ids)}", None, ids, params, [ChatProcessor(tokenizer, params, ids) for _ in range(params.n)])
+        known = parse_tools(tools)
+        conversation = Conversation(
+            tuple(parse_messages(messages)),
+            known,
+            thinking=self._chat.thinking if thinking is None else thinking,
+        )
+        ids = self._chat.encode(tokenizer, conversation)
+        processors = [ChatProcessor(tokenizer, params, ids, conversation) for _ in range(params.n)]
+        return _Job(f"llm-{next(self._ids)}", None, ids, params, processors)
 
     def _run(self, jobs: list[_Job]) -> Iterator[OutputDelta]:
         """Step until every job is done; whatever ends the loop, nothing of the jobs stays in the engine.

@@ -30,6 +30,7 @@ EOS = SpecialToken("<｜end▁of▁sentence｜>")
 THINK = SpecialToken("<think>")
 END_THINK = SpecialToken("</think>")
 DSML = SpecialToken("｜DSML｜")
+SYSTEM = SpecialToken("<｜System｜>")  # V4.1
 USER = SpecialToken("<｜User｜>")
 ASSISTANT = SpecialToken("<｜Assistant｜>")
 LATEST_REMINDER = SpecialToken("<｜latest_reminder｜>")
@@ -144,6 +145,22 @@ class Tokenizer:
         if token.text not in self._special_ids:
             raise RequestError(f"the model's tokenizer has no control token {token.text!r}, which the request needs")
         return self._special_ids[token.text]
+
+    def find_special(self, token: SpecialToken) -> int | None:
+        """The id of a control token; None if this tokenizer has no such token."""
+        return self._special_ids.get(token.text)
+
+    def control_ids(self) -> list[int]:
+        """Ids of all control tokens."""
+        return list(self._special_ids.values())
+
+    def control_texts(self) -> list[str]:
+        """Spellings of all control tokens."""
+        return list(self._special_ids)
+
+    def control_text(self, token_id: int | None) -> str:
+        """The spelling of one token; empty for None."""
+        return "" if token_id is None else self.token_bytes(token_id).decode()
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids beyond the vocabulary have no text."""

@@ -72,7 +72,7 @@ def test_server_options_belong_to_serve_alone() -> None:
         (["doctor", "--kv-cache-bytes", "4Gb"], {}, ["kv_cache_bytes", "'4Gb'", "4GiB"]),
         (["doctor"], {"ABYSSAL_KV_LAYUOT": "fp32"}, ["ABYSSAL_KV_LAYUOT", "ABYSSAL_KV_LAYOUT"]),
         (["doctor"], {"ABYSSAL_DTYPE": "float16"}, ["float16", "float32, bfloat16"]),
-        (["doctor", "tiny", "--backend", "triton"], {}, ["backend 'triton'", "choose reference"]),
+        (["doctor", "tiny", "--backend", "triton"], {}, ["backend 'triton'", "choose auto or reference"]),
         (["doctor", "tiny", "--kv-layout", "v4", "--compressed-kv-layout", "fp4"], {}, ["'fp4'", "kv_layout='v4'"]),
     ],
 )

@@ -13,6 +13,7 @@ from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
 from abyssal.errors import ConfigError, EngineDeadError, RequestError
 from tests.checkpoint.build import random_v4_checkpoint
+from tests.support.families import FAMILIES, write_small
 from tests.support.small_model import config_dict
 
 MIB = 1 << 20
@@ -23,6 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("small")
     random_v4_checkpoint(path, config_dict([0, 4, 128, 4]), seed=3, quantised=False)
     return path
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small(request.param, tmp_path_factory.mktemp("small"), seed=3)
 
 
 def engine(folder: Path, **options) -> Engine:
@@ -75,7 +81,8 @@ def alone(folder: Path, requests: dict[str, tuple[list[int], SamplingParams]]) -
     return out
 
 
-def test_a_mixed_batch_gives_the_tokens_of_each_alone_and_aborts_free_everything(folder):
+def test_a_mixed_batch_gives_the_tokens_of_each_alone_and_aborts_free_everything(either):
+    folder = either
     lengths = [1, 2, 3, 4, 5, 60, 127, 128, 129, 255, 256, 257, 300, 511, 640, 900]
     requests = {f"r{i}": (prompt(n, i), greedy(8 + i)) for i, n in enumerate(lengths)}
     expected = alone(folder, requests)
@@ -112,7 +119,8 @@ def test_running_out_of_pages_preempts_and_changes_no_token(folder):
     assert_drained(eng)
 
 
-def test_d07_penalties_and_seeds_survive_preemption(folder):
+def test_d07_penalties_and_seeds_survive_preemption(either):
+    folder = either
     params = SamplingParams(temperature=1.3, seed=7, frequency_penalty=1.5, min_tokens=50, max_tokens=120, logprobs=1)
     requests = {"a": (prompt(40, 1), params), "b": (prompt(41, 2), params)}
     expected = alone(folder, requests)
@@ -129,7 +137,8 @@ def test_d07_penalties_and_seeds_survive_preemption(folder):
 
 
 @pytest.mark.parametrize("after", [1, 10, 128])
-def test_d03_a_preempted_request_reports_every_token_once(folder, after):
+def test_d03_a_preempted_request_reports_every_token_once(either, after):
+    folder = either
     params = SamplingParams(temperature=0, max_tokens=131, ignore_eos=True)
     expected = alone(folder, {"a": (prompt(7, 3), params)})["a"]
     eng = engine(folder)
@@ -211,12 +220,14 @@ def test_a_step_that_breaks_half_way_leaves_no_trace(folder):
     eng, lonely = engine(folder), engine(folder)
     block = eng.runner.model.blocks[-1]
 
-    def break_on_bad(streams, batch, cache):
+    attend = block.attention
+
+    def break_on_bad(x, batch, *rest):
         if requests["bad"][0][0] in batch.token_ids[batch.positions == 0]:
             raise ValueError("planted")
-        return block(streams, batch, cache)
+        return attend(x, batch, *rest)
 
-    eng.runner.model.blocks[-1] = break_on_bad
+    block.attention = break_on_bad
     logprobs: list[list[float]] = []
     for each, names in ((eng, ["a", "bad", "c"]), (lonely, ["a"])):
         for name in names:
@@ -294,8 +305,12 @@ def test_i13_ids_outside_the_hash_table_end_their_own_request_only(tmp_path, tok
 
 
 def test_an_explicit_length_that_does_not_fit_is_refused_and_the_default_is_what_fits(folder):
-    with pytest.raises(ConfigError, match="max_model_len=4096 does not fit.*at most"):
+    with pytest.raises(ConfigError, match=r"max_model_len=4096 does not fit.*\d+ bytes holds (\d+) tokens.*at most \1") as caught:
         engine(folder, kv_cache_bytes=700 * 1024, max_model_len=4096)
+    largest = int(str(caught.value).rpartition("at most ")[2])
+    assert engine(folder, kv_cache_bytes=700 * 1024, max_model_len=largest).info.max_model_len == largest
+    with pytest.raises(ConfigError, match=f"max_model_len={largest + 1} does not fit"):
+        engine(folder, kv_cache_bytes=700 * 1024, max_model_len=largest + 1)
     eng = engine(folder, kv_cache_bytes=700 * 1024, max_model_len=None)
     assert eng.info.max_model_len == eng.info.capacity_tokens < 4096
     eng.add(EngineRequest("full", prompt(eng.info.max_model_len - 40, 0), greedy(1000)))

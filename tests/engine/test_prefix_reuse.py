@@ -15,6 +15,7 @@ from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest, SamplingParams
 from tests.checkpoint.build import random_v4_checkpoint
 from tests.support.small_model import every_kind
+from tests.support.v41_model import write_v41
 
 BLOCK = 256
 NAMES = itertools.count()
@@ -27,10 +28,13 @@ class Answer:
     cached: int = 0
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["v4", pytest.param("v41", marks=pytest.mark.long)])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("every_kind")
-    random_v4_checkpoint(path, every_kind(), seed=5, quantised=False)
+    if request.param == "v4":
+        random_v4_checkpoint(path, every_kind(), seed=5, quantised=False)
+    else:
+        write_v41(path, seed=5)
     return path
 
 

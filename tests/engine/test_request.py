@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -217,3 +217,12 @@ def test_requests_survive_the_wire():
     assert msgpack.decode(msgpack.encode(sent), type=EngineRequest) == sent
     broken = msgpack.encode(sent).replace(b"\xa5top_p\xcb\x3f\xf0", b"\xa5top_p\xcb\xbf\xf0")
     refused(lambda: msgpack.decode(broken, type=EngineRequest), "top_p")
+
+
+def test_the_token_of_an_image_is_refused() -> None:
+    """V4.1's image token in a prompt of ids would be read as a word."""
+    limits = replace(LIMITS, image_token_id=7)
+    with pytest.raises(RequestError, match="token id 7 stands for an image, and this version reads text only"):
+        check_request(EngineRequest("a", [3, 7, 4], SamplingParams()), limits)
+    assert check_request(EngineRequest("a", [3, 8, 4], SamplingParams()), limits) == 29
+    assert check_request(EngineRequest("a", [3, 7, 4], SamplingParams()), LIMITS) == 29

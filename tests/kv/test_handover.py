@@ -22,7 +22,7 @@ RELEASED = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "sli
 PACKED = ("v4", "v4", "index_fp8"), ("v41", "v41_fp4", "index_mxfp4"), ("bf16", "bf16", "index_bf16")
 PLAN = plan_caches(small_config([0, 4, 128, 4]), "fp32", "bf16", "index_bf16")
 PAGES = {"main": 120, "index": 60, "small": 20}
-IDS = [random.Random(2).randrange(160) for _ in range(1000)]
+IDS = random.Random(2).choices(range(160), k=1000)
 
 
 def cache_of(plan=PLAN, pages=PAGES, prefix: bool = False, identity: str = "model") -> KVCache:
@@ -185,11 +185,31 @@ def test_restored_tokens_are_final() -> None:
     assert seq.num_tokens == 200
 
 
+def test_a_sequence_returns_to_the_blocks_that_it_left() -> None:
+    """They are still there, and however little room there is, they are not pushed out by the sequence's own return."""
+    cache = cache_of(prefix=True)
+    seq = computed(cache, 700, step=100)
+    handed = export(cache, seq, IDS)
+    blocks = list(seq.blocks)
+    cache.free(seq)
+    for bucket, rest in {"main": 12, "index": 6, "small": 1}.items():  # pages of the last block, windows and records
+        cache.pools[bucket].take(cache.pools[bucket].num_free - rest)
+    assert restore(cache, seq, handed)
+    assert seq.blocks == blocks and len(blocks) == 2
+    assert_equal(handed, export(cache, seq, IDS))
+
+
 def test_complete_blocks_join_the_prefix_index_and_are_held_once() -> None:
     home, cache = cache_of(), cache_of(prefix=True)
     handed = export(home, computed(home, 700), IDS)
     seqs = [cache.new_sequence() for _ in range(2)]
-    assert all(restore(cache, seq, handed) for seq in seqs)
+    free = [{name: pool.num_free for name, pool in cache.pools.items()}]
+    for seq in seqs:
+        assert restore(cache, seq, handed)
+        free.append({name: pool.num_free for name, pool in cache.pools.items()})
+    saved = {name: free[0][name] - 2 * free[1][name] + free[2][name] for name in free[0]}
+    assert saved == {"main": 2 * 2, "index": 2 * 2, "small": 2}, "pages of two blocks: two layers of ratio 4, one of ratio 128"
+    assert_equal(dataclasses.replace(handed, identity="model"), export(cache, seqs[1], IDS))
     assert [len(seq.blocks) for seq in seqs] == [2, 2] and seqs[0].blocks == seqs[1].blocks
     third = cache.new_sequence()
     assert cache.reuse(third, IDS[:700]) == 0, "windows at the ends of blocks did not come along"

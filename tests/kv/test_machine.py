@@ -14,17 +14,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from abyssal.kv.handover import HandOver, export, restore
 from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache
-from abyssal.kv.prefix import PrefixIndex
+from abyssal.kv.prefix import PrefixIndex, block_keys
 from abyssal.kv.specs import BLOCK_TOKENS, ROLL_BACK, plan_caches
-from tests.support.small_model import small_config
+from abyssal.model_config import parse_model_config
+from tests.support.small_model import small_config, v41_config_dict
 from tests.support.tagging import TaggingModel
 
 CPU = torch.device("cpu")
 CONFIG = small_config([0, 4, 128, 4])
-PLAN = plan_caches(CONFIG, "fp32", "bf16", "index_bf16")
-PAGES = {"main": 90, "index": 50, "small": 14}
+V41_CONFIG = parse_model_config(v41_config_dict([0, 2, 2, 1, 1], [1, 3], [1, 2, 3, 4]))
+PAGES = {"main": 150, "index": 60, "small": 14}
+V41_PAGES = {"main": 180, "index": 60}
 LONGEST = 800
-COMMON = [random.Random(0).randrange(150) for _ in range(LONGEST)]
+COMMON = random.Random(0).choices(range(150), k=LONGEST)
 
 
 def text(parts_at: int, seed: int) -> list[int]:
@@ -38,24 +40,33 @@ class Live:
     cache: KVCache
     seq: SequenceCache
     tokens: list[int]
+    came_with: int = 0  # tokens that were not computed here
+    furthest: int = 0  # end of the longest step
+
+    @property
+    def final(self) -> int:
+        return max(self.came_with, self.furthest - ROLL_BACK, len(self.seq.blocks) * BLOCK_TOKENS)
 
 
 class KVMachine(RuleBasedStateMachine):
     """Two engines' caches. Sequences grow by steps of several, with drafts; begin at known prefixes; pause, resume, move and end."""
 
     prefix = True
+    config = CONFIG
+    pages = PAGES
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = TaggingModel(CONFIG)
+        self.model = TaggingModel(self.config)
         self.live: list[Live] = []
         self.paused: list[tuple[KVCache, list[int], int, HandOver | None]] = []  # tokens, and how many were computed
         self.seed = 0
 
     @initialize(small=st.booleans())
     def build(self, small: bool) -> None:
-        sizes = (PAGES, {name: count * 2 // 3 for name, count in PAGES.items()} if small else PAGES)
-        self.caches = [KVCache(PLAN, s, CPU, PrefixIndex("model") if self.prefix else None, "model") for s in sizes]
+        plan = plan_caches(self.config, "fp32", "bf16", "index_bf16")
+        sizes = (self.pages, {name: count * 2 // 3 for name, count in self.pages.items()} if small else self.pages)
+        self.caches = [KVCache(plan, s, CPU, PrefixIndex("model") if self.prefix else None, "model") for s in sizes]
 
     def pick(self, which: int) -> Live:
         return self.live[which % len(self.live)]
@@ -64,6 +75,7 @@ class KVMachine(RuleBasedStateMachine):
         """A new sequence of `tokens` from the longest known prefix on, up to token `length`; False: no room, and nothing is taken."""
         live = Live(cache, cache.new_sequence(), tokens)
         known = cache.reuse(live.seq, tokens[:length])
+        live.came_with = live.furthest = known
         assert known < length and known % BLOCK_TOKENS == 0 and (self.prefix or known == 0)
         if self.compute([live], [length - known], [0]):
             self.live.append(live)
@@ -87,17 +99,22 @@ class KVMachine(RuleBasedStateMachine):
         self.model(lives[0].cache, steps)
         for live, count, wrong in zip(lives, counts, drafts, strict=True):
             if any(live.seq is seq for seq, _, _ in steps):
+                live.furthest = max(live.furthest, live.seq.num_tokens + count + wrong)
                 live.cache.commit(live.seq, live.tokens, live.seq.num_tokens + count, rejected=wrong)
         return True
 
-    @rule(cache=st.integers(0, 1), parts_at=st.sampled_from([0, 255, 256, 300, 512, 700]), length=st.integers(1, 600))
+    @rule(
+        cache=st.integers(0, 1),
+        parts_at=st.sampled_from([600, 512, 300, 256, 255]),
+        length=st.one_of(st.sampled_from([257, 300, 513, 600]), st.integers(1, 300)),
+    )
     def start(self, cache: int, parts_at: int, length: int) -> None:
         self.begin(self.caches[cache], text(parts_at, seed=parts_at), length)
 
     @precondition(lambda self: self.live)
     @rule(
         which=st.integers(0, 99),
-        count=st.one_of(st.integers(1, 9), st.integers(1, 300)),
+        count=st.one_of(st.integers(1, 9), st.sampled_from([120, 128, 250, 256])),
         second=st.integers(0, 9),
         drafts=st.tuples(st.integers(0, ROLL_BACK), st.integers(0, ROLL_BACK)),
     )
@@ -115,7 +132,8 @@ class KVMachine(RuleBasedStateMachine):
         """Other tokens come instead."""
         live = self.pick(which)
         end = live.seq.num_tokens - tokens
-        if end < live.seq.final:
+        assert live.seq.final == live.final
+        if end < live.final:
             with pytest.raises(ValueError, match="final"):
                 live.cache.roll_back(live.seq, tokens)
             return
@@ -153,7 +171,7 @@ class KVMachine(RuleBasedStateMachine):
         if saved is None:
             done = length == 0 or self.begin(cache, tokens, length)
         elif done := restore(cache, seq := cache.new_sequence(), saved):
-            self.live.append(Live(cache, seq, tokens))
+            self.live.append(Live(cache, seq, tokens, seq.num_tokens, seq.num_tokens))
         if not done:
             self.paused.append((cache, tokens, length, saved))
 
@@ -170,14 +188,15 @@ class KVMachine(RuleBasedStateMachine):
         if not restore(other, seq := other.new_sequence(), handed):
             assert free == {name: pool.num_available for name, pool in other.pools.items()}
             return
-        self.live.append(Live(other, seq, live.tokens))
+        self.live.append(Live(other, seq, live.tokens, seq.num_tokens, seq.num_tokens))
         if not stays:
             self.live.remove(live)
             live.cache.free(live.seq)
 
-    @rule(cache=st.integers(0, 1), bucket=st.sampled_from(list(PAGES)), part=st.floats(0, 1))
-    def evict(self, cache: int, bucket: str, part: float) -> None:
+    @rule(cache=st.integers(0, 1), which=st.integers(0, 99), part=st.floats(0, 1))
+    def evict(self, cache: int, which: int, part: float) -> None:
         """Memory asks for pages that only the prefix index holds."""
+        bucket = list(self.pages)[which % len(self.pages)]
         pool = self.caches[cache].pools[bucket]
         wanted = int(pool.num_available * part)
         if self.prefix:
@@ -224,6 +243,8 @@ class KVMachine(RuleBasedStateMachine):
                         other = owners.setdefault((spec.bucket, page), live)
                         end = (table.first_block + column + 1) * spec.entries_per_page * spec.ratio
                         assert other is live or (self.prefix and other.tokens[:end] == live.tokens[:end]), name
+                block_keys(keys := [], live.seq.root, live.tokens[: len(live.seq.blocks) * BLOCK_TOKENS])
+                assert [block.key for block in live.seq.blocks] == keys, "a block is known by other tokens than it holds"
 
     def teardown(self) -> None:
         """What is left can be had to the last page, by any kind."""
@@ -243,16 +264,24 @@ class KVMachineWithoutPrefix(KVMachine):
     prefix = False
 
 
-QUICK = settings(max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+class V41Machine(KVMachine):
+    config = V41_CONFIG
+    pages = V41_PAGES
 
 
-@pytest.mark.parametrize("machine", [KVMachine, KVMachineWithoutPrefix])
+MACHINES = [KVMachine, KVMachineWithoutPrefix, V41Machine]
+
+
+QUICK = settings(max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_any_order_of_events(machine: type[KVMachine]) -> None:
     run_state_machine_as_test(machine, settings=QUICK)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("machine", [KVMachine, KVMachineWithoutPrefix])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_any_order_of_many_events(machine: type[KVMachine]) -> None:
     run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=1000, stateful_step_count=60))

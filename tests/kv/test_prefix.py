@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from abyssal.kv.planner import divide_budget, fitting_sequences, sequence_cost
 from abyssal.kv.pool import NO_PAGE, KVCache, PagePool, SequenceCache
 from abyssal.kv.prefix import PrefixIndex
 from abyssal.kv.specs import BLOCK_TOKENS, plan_caches
@@ -83,7 +84,7 @@ def test_equal_blocks_computed_twice_are_held_once():
 
 
 def test_windows_inside_a_chain_go_first_then_the_oldest_leaf():
-    cache = cache_of({"main": 90, "index": 60, "small": 30})
+    cache = cache_of({"main": 80, "index": 60, "small": 30})
     old, new = TOKENS[:1025], TOKENS[500:1525]
     for tokens in (old, new):
         cache.free(computed(cache, tokens, step=256))
@@ -123,6 +124,42 @@ def test_what_a_sequence_uses_is_never_taken():
     others = {(cache.specs[n].bucket, p) for n, t in other.tables.items() for p in t.pages.ravel().tolist() if p}
     assert length > 300 and not held & others
     assert all(np.array_equal(tables[n], t.pages) for n, t in seq.tables.items())
+
+
+RELEASED = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "sliding_window": 128}
+PACKED = plan_caches(small_config([0, 0, 4, 128, 4, 128], **RELEASED), "v4", "v4", "index_fp8")
+
+
+def test_a03_four_prompts_of_32k_in_pools_for_six_are_reused_whole():
+    """A03: computed at the same time in chunks of 2,048, sent again at the same time; every kind takes what the plan says."""
+    tokens, step = 32768, 2048
+    budget = next(mib << 20 for mib in range(1000) if fitting_sequences(PACKED, mib << 20, tokens, step) == 6)
+    cache = KVCache(PACKED, divide_budget(PACKED, budget, 6, step, tokens).num_pages, CPU, PrefixIndex("model"))
+    prompts = [np.random.default_rng(seed).integers(0, 9999, tokens).tolist() for seed in range(4)]
+    sequences = [cache.new_sequence() for _ in prompts]
+    for end in range(step, tokens + 1, step):
+        for seq, prompt in zip(sequences, prompts, strict=True):
+            assert cache.allocate(seq, end - step, end)
+            cache.commit(seq, prompt, end)
+            cache.release_unneeded(seq, end)
+    planned = {c.spec.name: 4 * c.pages // PACKED.page_bytes[c.spec.bucket] for c in sequence_cost(PACKED, tokens)}
+    assert cache.used_by_kind == planned
+    for seq in sequences:
+        cache.free(seq)
+    sequences = [cache.new_sequence() for _ in prompts]
+    reused = [cache.reuse(seq, prompt) for seq, prompt in zip(sequences, prompts, strict=True)]
+    assert reused == [tokens - BLOCK_TOKENS] * 4 and min(reused) >= 0.9 * tokens
+    for seq, prompt, start in zip(sequences, prompts, reused, strict=True):
+        assert cache.allocate(seq, start, tokens)
+        cache.commit(seq, prompt, tokens)
+
+
+@pytest.mark.parametrize("shared", [16384, 32768, 33001])
+def test_a15_a_half_shared_prompt_is_half_reused(shared):
+    cache = KVCache(PACKED, divide_budget(PACKED, 400 << 20, 16, 2048, 65536).num_pages, CPU, PrefixIndex("model"))
+    prompt = np.random.default_rng(1).integers(0, 9999, 65536).tolist()
+    cache.free(computed(cache, prompt, step=2048))
+    assert reusable(cache, prompt[:shared] + [0] * 20000) == shared // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 class PrefixMachine(RuleBasedStateMachine):

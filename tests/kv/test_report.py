@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,10 @@ import pytest
 import torch
 
 from abyssal.config import ALLOWED_KV, EngineConfig, ModelConfig, resolve
-from abyssal.engine.request import EngineRequest, SamplingParams
-from abyssal.engine.sampler import SamplerState
-from abyssal.engine.scheduler import Scheduler
-from abyssal.engine.sequence import Sequence
 from abyssal.kv.planner import divide_budget, fitting_sequences, sequence_cost
 from abyssal.kv.pool import KVCache
 from abyssal.kv.report import KV_STACKS, capacity_report, memory_report, sequence_totals
-from abyssal.kv.specs import BLOCK_TOKENS, Bucket, CachePlan, plan_caches
+from abyssal.kv.specs import BLOCK_TOKENS, plan_caches
 from abyssal.model_config import load_model_config, parse_model_config
 from abyssal.model_config.presets import PRESETS, load_preset
 from tests import published_configs
@@ -177,6 +174,22 @@ def test_cost_by_length() -> None:
         assert smaller["state"] == larger["state"] and smaller["windows"] == larger["windows"]
 
 
+def test_the_documented_costs() -> None:
+    """The tables of docs/kv-cache.md: MiB in pages by length, and blocks."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "kv-cache.md").read_text()
+    rows = re.findall(r"^\| ([\d,]+) \| ([\d.,]+) \| ([\d.,]+) \| ([\d.,]+) \|$", text, re.MULTILINE)
+    assert [int(row[0].replace(",", "")) for row in rows] == [1024, 4096, 32768, MILLION]
+    for tokens, *shown in rows:
+        for preset, figure in zip(("v4-flash", "v4-pro", "v4.1-flash"), shown, strict=True):
+            cost = report_for(preset, context=int(tokens.replace(",", "")))["pages"] * 1024
+            assert float(figure.replace(",", "")) == pytest.approx(cost, rel=0.005), (tokens, preset)
+    for report in (report_for("v4-pro"), report_for("v4-pro", index_layout="fp4"), report_for("v4.1-flash")):
+        sizes = " / ".join(f"{bucket['page_bytes']:,}" for bucket in report["buckets"].values())
+        assert f"| {sizes} | {report['block_bytes']:,} |" in text
+    state = (f"{report_for(name)['state'] * 1024:.1f}" for name in ("v4-pro", "v4-flash"))
+    assert "the state of V4-Pro is {} of these, of V4-Flash {}.".format(*state) in text
+
+
 def test_nothing_costs_nothing() -> None:
     plan = plan_caches(TINY, "v4", "v4", "index_fp8")
     assert all(cost.payload == cost.pages == 0 for cost in sequence_cost(plan, 0))
@@ -238,31 +251,6 @@ def test_as_many_sequences_fit_as_are_promised(tokens: int, options: dict[str, s
     sizes = divide_budget(plan, 2 * budget, count, step, tokens)  # half of it may go to windows
     cache = KVCache(plan, sizes.num_pages, CPU)
     assert sizes.total_bytes <= budget and all(prefill(cache, tokens, step) for _ in range(count))
-
-
-@pytest.mark.parametrize("tokens", [1000, 6000])
-def test_m05_the_schedulers_limit_is_that_of_the_pools(tokens: int) -> None:
-    """M05: sequences that the scheduler admits at once, against those that the pools hold."""
-    plan = plan_caches(TINY, "v4", "v4", "index_fp8")
-    pages = divide_budget(plan, 120 << 20, 64, 512, 8192).num_pages
-    cache = KVCache(plan, pages, CPU)
-    scheduler = Scheduler(cache, 512, 64)
-    for i in range(64):
-        request = EngineRequest(str(i), [1] * tokens, SamplingParams())
-        sampler = SamplerState(request.params, request.prompt_ids, [], fallback_seed=(0, i))
-        scheduler.waiting.append(Sequence(request, cache.new_sequence(), sampler, 16, list(request.prompt_ids)))
-    while scheduled := scheduler.schedule():
-        for seq, count in scheduled:
-            seq.num_computed += count
-            cache.commit(seq.cache, seq.token_ids, seq.num_computed)
-            cache.release_unneeded(seq.cache, seq.num_computed)
-    real = next(n for n in itertools.count() if not prefill_many(plan, pages, n + 1, tokens))
-    assert 3 < real < 64 and 0.9 * real <= len(scheduler.running) <= real and not scheduler.num_preemptions
-
-
-def prefill_many(plan: CachePlan, pages: dict[Bucket, int], count: int, tokens: int) -> bool:
-    cache = KVCache(plan, pages, CPU)
-    return all(prefill(cache, tokens, 512) for _ in range(count))
 
 
 def test_a_checkpoint_is_planned_like_its_preset(tmp_path: Path) -> None:

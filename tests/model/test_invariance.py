@@ -86,7 +86,7 @@ def test_translation_fails_without_inverse_rope(window_only: LLM, shift: int, mo
     """Keys are values too: without the rotation back, the output depends on the absolute position, and no error is raised."""
     ids = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     check_translation(window_only, ids, shift)
-    monkeypatch.setattr("abyssal.model.attention.output_quant", lambda out, rope, tile, dtype: out.to(dtype))
+    monkeypatch.setattr("abyssal.ops._reference.output_quant", lambda out, rope, tile, dtype: out.to(dtype))
     with pytest.raises(AssertionError, match="not close"):
         check_translation(window_only, ids, shift)
     moved = (shifted_logits(window_only, ids, shift, [40]) - window_only.logits(ids)).abs().max()

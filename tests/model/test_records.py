@@ -86,3 +86,14 @@ def test_live_pages_hold_the_encoded_rows_and_are_what_is_read(
         after = runner([Chunk(ids[399:400], 399, seq)], [0])
         assert not torch.equal(before, after), "a scale byte was not read"
         cache.free(seq)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_recall_in_a_document_of_131072_tokens(recall: Documents) -> None:
+    """v4 records and FP4 index keys: at most one of the first document's 8 answers fewer than with fp32 records."""
+    document = recall(131072)[0]
+    options = {"kv_layout": "v4", "index_layout": "fp4", "kv_cache_bytes": 512 << 20, "max_model_len": 131200}
+    with LLM("tiny", device="cpu", dtype="float32", **options) as llm:
+        hits = int(recalled(llm, document).sum())
+    assert hits >= int(document["fp32_hits"].sum()) - 1, f"{hits} right"

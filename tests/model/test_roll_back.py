@@ -10,22 +10,19 @@ import torch
 from torch import Tensor
 
 from abyssal import LLM
-from abyssal.kv.batch import Chunk
 from abyssal.kv.specs import ROLL_BACK
-from tests.checkpoint.build import random_v4_checkpoint
-from tests.support.small_model import config_dict
+from tests.support.families import FAMILIES, write_small
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-4
-IDS = [random.Random(1).randrange(160) for _ in range(330)]
+IDS = random.Random(1).choices(range(160), k=330)
 WRONG = [(token + 71) % 160 for token in IDS]
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("roll_back")
-    random_v4_checkpoint(folder, config_dict([0, 4, 128, 4]), seed=3, quantised=False)
+@pytest.fixture(scope="module", params=FAMILIES)
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = write_small(request.param, tmp_path_factory.mktemp("roll_back"), seed=3)
     with LLM(folder, device="cpu", kv_layout="fp32", kv_cache_bytes=128 << 20, max_num_batched_tokens=512) as llm:
         yield llm
 
@@ -47,7 +44,7 @@ class Drafting:
             (right, wrong), seq = counts[i], self.sequences[i]
             start, kept, end = seq.num_tokens, seq.num_tokens + right, seq.num_tokens + right + wrong
             assert self.cache.allocate(seq, start, end)
-            chunks.append(Chunk(IDS[start:kept] + WRONG[kept:end], start, seq))
+            chunks.append(self.runner.chunk(IDS[:kept] + WRONG[kept:end], start, end, seq))
         sizes = [sum(counts[i]) for i in order]
         logits = self.runner(chunks, list(range(sum(sizes)))).clone().split(sizes)
         for i, rows in zip(order, logits, strict=True):
@@ -66,7 +63,7 @@ class Drafting:
 
 @pytest.mark.parametrize("boundary", [4, 128, 256])
 def test_logits_after_a_roll_back_across_a_boundary(boundary: int, llm: LLM) -> None:
-    """Every way in which up to 8 rejected tokens can end a group of 4 or 128 tokens, or a block of 256, or begin the next."""
+    """Every way in which up to 8 rejected tokens can end a group of 2, 4 or 128 tokens, or a block of 256, or begin the next."""
     cases = [(kept, wrong) for kept in range(max(1, boundary - 8), boundary + 2) for wrong in (1, 2, 5, 8)]
     run = Drafting(llm, len(cases))
     run.step({i: (kept - 1, 0) for i, (kept, _) in enumerate(cases) if kept > 1})

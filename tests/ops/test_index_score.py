@@ -54,23 +54,25 @@ def skip_unread(kernel, name: str) -> None:
 
 def cut(kernel, programs: int, queries: int):
     if kernel is gluon:
-        return gluon.ScoreConfig(programs, queries)
+        return gluon.ScoreConfig(programs, queries, stages=3)
     return triton.ScoreConfig(programs, queries, warps=4, stages=4)
 
 
 class Paged:
     """n sequences of random keys in scattered pages; everything that no query may read is poison."""
 
-    def __init__(self, name: str, n: int, b: int, heads: int, entries: int, *, first_page: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, name: str, n: int, b: int, heads: int, entries: int, *, page: int = 64, first_page: int = 1, seed: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.layout, self.entries = layouts.get(name), entries
-        pages = -(-entries // 64)
-        keys = torch.randn(n, pages * 64, 128, generator=generator)
-        keys *= torch.exp2(torch.randint(-6, 7, (n, pages * 64, 4), generator=generator)).repeat_interleave(32, 2)
-        packed = codec.pack_pages(self.layout, keys.view(n * pages, 64, 128))
-        self.keys = codec.unpack_pages(self.layout, packed, 64).view(n, pages * 64, 128)[:, :entries]
+        self.layout, self.entries, self.page = layouts.get(name), entries, page
+        pages = -(-entries // page)
+        keys = torch.randn(n, pages * page, 128, generator=generator)
+        keys *= torch.exp2(torch.randint(-6, 7, (n, pages * page, 4), generator=generator)).repeat_interleave(32, 2)
+        packed = codec.pack_pages(self.layout, keys.view(n * pages, page, 128))
+        self.keys = codec.unpack_pages(self.layout, packed, page).view(n, pages * page, 128)[:, :entries]
         self.table = (first_page + torch.randperm(n * pages, generator=generator)).int().view(n, pages)
-        self.pool = torch.full((first_page + n * pages, PAGE_BYTES[name]), 0xFF, dtype=torch.uint8)
+        self.pool = torch.full((first_page + n * pages, PAGE_BYTES[name] * page // 64), 0xFF, dtype=torch.uint8)
         self.pool[self.table.flatten().long(), : packed.shape[1]] = packed
         q = torch.randn(n * b * heads, 128, generator=generator)
         grid = self.layout.grid
@@ -85,7 +87,7 @@ class Paged:
         arrays = (self.q, self.weights, self.pool, self.table, visible.int())
         options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         return kernel.index_score(
-            *(x.to(DEVICE) for x in arrays), layout=self.layout, entries_per_page=64, num_entries=self.entries, **options
+            *(x.to(DEVICE) for x in arrays), layout=self.layout, entries_per_page=self.page, num_entries=self.entries, **options
         ).cpu()
 
     def check(self, scores: torch.Tensor, visible: torch.Tensor) -> None:
@@ -100,10 +102,11 @@ class Paged:
 @pytest.mark.parametrize(
     ("n", "b", "heads", "entries"), [(1, 1, 8, 1), (3, 1, 16, 193), (2, 3, 8, 130), (1, 5, 32, 70), (2, 2, 64, 64)]
 )
+@pytest.mark.parametrize("page", [64, 128])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kernel_matches_fp64(kernel, name, n, b, heads, entries):
+def test_kernel_matches_fp64(kernel, page, name, n, b, heads, entries):
     skip_unread(kernel, name)
-    paged = Paged(name, n, b, heads, entries)
+    paged = Paged(name, n, b, heads, entries, page=page)
     visible = torch.randint(0, entries + 1, (n, b), generator=torch.Generator().manual_seed(1))
     visible[-1, -1] = entries
     paged.check(paged.score(kernel, visible, out=torch.full((n, b, entries), torch.nan)), visible)
@@ -118,6 +121,37 @@ def test_f01_kernel_with_zero_lengths(kernel, name):
     for lengths in ([0, 0, 0, 0], [0, 0, 0, 66], [0, 1, 0, 0], [64, 0, 0, 65]):
         visible = torch.tensor(lengths).unsqueeze(1)
         paged.check(paged.score(kernel, visible, out=torch.full((4, 1, 66), torch.nan)), visible)
+
+
+@pytest.mark.parametrize("name", PAGE_BYTES)
+@pytest.mark.parametrize("page", [64, 128])
+def test_kernel_scores_candidate_blocks(name, page):
+    """Only the entries of the blocks that are listed, in their order; a row without blocks (V4.1 spec 3.6)."""
+    paged = Paged(name, 2, 2, 8, 200, page=page)
+    blocks = torch.tensor(
+        [[[0, 3, 7, 8, 9, 16, 17, 24, 20], [-1] * 9], [[8, 9, 23, 24, -1, -1, -1, -1, -1], [1, -1, -1, -1, -1, -1, -1, -1, -1]]]
+    )
+    visible = torch.tensor([[72, 0], [29, 3]])
+    out = torch.full((2, 2, 72), torch.nan)
+    arrays = (paged.q, paged.weights, paged.pool, paged.table, blocks.int(), visible.int())
+    got = triton.index_score_blocks(
+        *(x.to(DEVICE) for x in arrays), layout=paged.layout, entries_per_page=page, block_size=8, out=out.to(DEVICE)
+    ).cpu()
+    entries = (blocks.clamp(min=0).unsqueeze(-1) * 8 + torch.arange(8)).flatten(2)  # [2, 2, 72]
+    for i in range(2):
+        for j in range(2):
+            seen = int(visible[i, j])
+            keys = paged.keys[i, entries[i, j, :seen]].double()
+            terms = (keys @ paged.q[i, j].double().T).relu() * paged.weights[i, j].double()
+            assert ((got[i, j, :seen].double() - terms.sum(-1)).abs() <= 1e-5 * terms.abs().sum(-1)).all()
+            assert got[i, j, seen:].isnan().all()
+
+
+def test_kernel_needs_whole_blocks_in_a_page():
+    paged = Paged("index_fp8", 1, 1, 8, 64)
+    arrays = (paged.q, paged.weights, paged.pool, paged.table, torch.zeros(1, 1, 1).int(), torch.ones(1, 1).int())
+    with pytest.raises(ValueError, match="blocks of 48"):
+        triton.index_score_blocks(*arrays, layout=paged.layout, entries_per_page=64, block_size=48)
 
 
 @pytest.mark.parametrize("programs", [1, 3, 7, 40])

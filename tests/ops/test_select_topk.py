@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from abyssal.ops.select_topk import candidate_mask, select_topk
-from abyssal.ops.select_topk.triton import SelectConfig, select_config
+from abyssal.ops.select_topk.triton import SelectConfig, candidate_blocks, select_config
 from abyssal.ops.select_topk.triton import select_topk as select_topk_kernel
 
 
@@ -129,9 +129,9 @@ def check_kernel(scores: torch.Tensor, visible: torch.Tensor, k: int, **options)
     st.integers(1, 40),
     st.lists(st.integers(0, 300), min_size=3, max_size=3),
     st.integers(0, 4),
-    st.integers(1, 3),
+    st.sampled_from([(1, 0), (2, 0), (3, 0), (2, 32), (2, 128), (3, 64)]),
 )
-def test_kernel_any_ties(n, k, lengths, kind, levels):
+def test_kernel_any_ties(n, k, lengths, kind, cut):
     generator = torch.Generator().manual_seed(n)
     values = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.5, 1e30, -1e30, 1e-45, -1e-45, -torch.inf, torch.inf])
     scores = [
@@ -142,16 +142,17 @@ def test_kernel_any_ties(n, k, lengths, kind, levels):
         torch.arange(n).float().expand(3, 1, n).contiguous(),
     ][kind]
     visible = torch.tensor(lengths).clamp(max=n).unsqueeze(1)
-    check_kernel(scores, visible, k, config=SelectConfig(levels, warps=4))
+    levels, chunk = cut
+    check_kernel(scores, visible, k, config=SelectConfig(levels, warps=4, chunk=chunk))
 
 
-@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize(("levels", "chunk"), [(1, 0), (2, 0), (3, 0), (2, 64), (3, 32)])
 @pytest.mark.parametrize("fill", [0.0, -0.0, -torch.inf, 3.5, -7.0])
-def test_g01_kernel_all_equal_scores(levels, fill):
+def test_g01_kernel_all_equal_scores(levels, chunk, fill):
     """Lengths 0, 1, k - 1, k, k + 1 and more (case G01)."""
     k = 9
     visible = torch.tensor([0, 1, k - 1, k, k + 1, 16, 17, 300]).unsqueeze(1)
-    check_kernel(torch.full((8, 1, 300), fill), visible, k, config=SelectConfig(levels, warps=4))
+    check_kernel(torch.full((8, 1, 300), fill), visible, k, config=SelectConfig(levels, warps=4, chunk=chunk))
 
 
 @pytest.mark.parametrize("k", [1, 16, 24, 512, 1024, 2048])
@@ -161,18 +162,19 @@ def test_kernel_any_width(k):
     check_kernel(torch.randn(1, 2, 3000), torch.tensor([[3000, 2047]]), k)
 
 
-@pytest.mark.parametrize("levels", [2, 3])
-def test_kernel_with_the_best_in_one_place(levels):
+@pytest.mark.parametrize(("levels", "chunk"), [(2, 0), (3, 0), (2, 64), (3, 128)])
+def test_kernel_with_the_best_in_one_place(levels, chunk):
     """Groups that hold several of the best, others that hold none; ties across the edges of groups."""
     scores = torch.zeros(1, 3, 600)
     scores[0, 0, 250:300] = 5.0
     scores[0, 1, 15:17], scores[0, 1, 590:] = 1.0, 1.0
     scores[0, 2] = -torch.arange(600.0)
     for k in (3, 20, 49, 50, 51):
-        check_kernel(scores, torch.tensor([[600, 595, 600]]), k, config=SelectConfig(levels, warps=4))
+        check_kernel(scores, torch.tensor([[600, 595, 600]]), k, config=SelectConfig(levels, warps=4, chunk=chunk))
 
 
-def test_kernel_returns_slots_and_takes_maxima():
+@pytest.mark.parametrize("chunk", [0, 64])
+def test_kernel_returns_slots_and_takes_maxima(chunk):
     torch.manual_seed(0)
     scores, visible, k = torch.randn(2, 2, 200), torch.tensor([[3, 10], [199, 200]]), 12
     table = torch.randperm(8).int().view(2, 4) + 30_000_000
@@ -181,16 +183,35 @@ def test_kernel_returns_slots_and_takes_maxima():
         for j in range(2):
             parts = [part.max() for part in scores[i, j, : visible[i, j]].split(16)]
             maxima[i, j, : len(parts)] = torch.stack(parts)
-    options = {"maxima": maxima.to(DEVICE), "page_table": table.to(DEVICE), "config": SelectConfig(2, warps=4)}
+    options = {"maxima": maxima.to(DEVICE), "page_table": table.to(DEVICE), "config": SelectConfig(2, warps=4, chunk=chunk)}
     got = select_topk_kernel(scores.to(DEVICE), visible.int().to(DEVICE), k, **options).cpu()
     positions = select_topk(scores, visible, k)
     slots = torch.gather(table.unsqueeze(1).expand(2, 2, 4), 2, positions.clamp(min=0) // 64) * 64 + positions % 64
     assert torch.equal(got, torch.where(positions >= 0, slots, -1).int())
 
 
+@pytest.mark.parametrize("kept", [1, 5, 40])
+def test_kernel_candidate_blocks(kept):
+    """The blocks and the choice among them are those of the mask; what is not visible is NaN (V4.1 spec 3.6)."""
+    torch.manual_seed(kept)
+    visible = torch.tensor([[0, 1, 7, 8], [9, 100, 196, 197]])
+    scores = torch.randint(0, 9, (2, 4, 197)).float()
+    scores[torch.arange(197) >= visible.unsqueeze(-1)] = torch.nan
+    mask = candidate_mask(scores, visible, kept, 8)
+    blocks, count = candidate_blocks(scores.to(DEVICE), visible.int().to(DEVICE), kept, 8)
+    entries = (blocks.cpu().unsqueeze(-1) * 8 + torch.arange(8)).flatten(2)
+    assert torch.equal(count.cpu(), mask.sum(-1).int())
+    for row_entries, row_count, row_mask in zip(entries.view(8, -1), count.flatten(), mask.view(8, -1), strict=True):
+        assert row_entries[:row_count].tolist() == row_mask.nonzero().flatten().tolist()
+    compact = torch.gather(torch.nn.functional.pad(scores, (0, 8), value=torch.nan), 2, entries.long().clamp(min=0)).to(DEVICE)
+    chosen = select_topk_kernel(compact, count, 12, blocks=blocks).cpu()
+    assert torch.equal(chosen, select_topk(scores, visible, 12, mask))
+
+
 def test_config_searches_few_values_first():
     for n, levels in ((1, 1), (16384, 1), (16385, 2), (262144, 2), (262145, 3), (1 << 20, 3)):
-        assert select_config(n, 512).levels == levels
+        assert select_config(1, n, 512).levels == levels
+    assert select_config(4, 262144, 512).chunk == 4096 and select_config(256, 262144, 512).chunk == 0
 
 
 def test_kernel_bad_input_is_named():

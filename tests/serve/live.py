@@ -16,6 +16,7 @@ import uvicorn
 
 from abyssal.config import EngineConfig
 from abyssal.serve.engine_client import EngineClient
+from abyssal.serve.grammar import GrammarCompiler
 from tests.serve.scripted import TOKENIZER, app_of
 
 MODEL = "tiny-v4"
@@ -53,8 +54,9 @@ class LiveServer:
 
     async def _serve(self) -> None:
         self.client = await EngineClient.start(self._config)
+        grammars = GrammarCompiler(self.client.info)
         try:
-            app = app_of(self.client, TOKENIZER)
+            app = app_of(self.client, TOKENIZER, grammars=grammars)
             settings = uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
             self._server = uvicorn.Server(settings)
             with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -63,6 +65,7 @@ class LiveServer:
                 self._ready.set()
                 await self._server.serve(sockets=[listener])
         finally:
+            grammars.close()
             await self.client.close()
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:

@@ -27,7 +27,8 @@ from abyssal.engine.request import (
 )
 from abyssal.errors import EngineDeadError
 from abyssal.serve.app import create_app
-from abyssal.serve.chat import ChatSettings
+from abyssal.serve.chat import ChatFormat
+from abyssal.serve.grammar import GrammarCompiler
 from abyssal.tokenizer import Tokenizer
 
 TINY = Path(abyssal.__file__).parent / "assets" / "tiny-v4"
@@ -110,8 +111,11 @@ class ScriptedClient:
     @property
     def stats(self) -> EngineStats:
         return EngineStats(
-            len(self.open), 0, 0, self.counts["steps"], 0, self.counts["tokens"], {"slots": 8}, {"slots": 8}, {"slots": 1}, {}
-        )
+            num_running=len(self.open), num_waiting=0, num_preemptions=0, num_steps=self.counts["steps"],
+            prompt_tokens=0, cached_tokens=0, generation_tokens=self.counts["tokens"],
+            pages_total={"slots": 8}, pages_free={"slots": 8}, pages_cached={"slots": 0}, page_bytes={"slots": 1},
+            pages_by_kind={}, bytes_by_kind={},
+        )  # fmt: skip
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate]:
         if self.death is not None:
@@ -167,10 +171,14 @@ class ScriptedClient:
         return RequestUpdate(request.request_id, list(tokens), logprobs, prompt_logprobs, reason, stop)
 
 
-def app_of(client: Any, tokenizer: Tokenizer | None = TOKENIZER, checkpoint_thinks: bool = False, **config: Any) -> FastAPI:
-    return create_app(
-        client, tokenizer, ServerConfig(**config), ChatSettings(checkpoint_thinks, ("none", "minimal", "low", "medium", "high"))
-    )
+GRAMMARS = GrammarCompiler(engine_info(), seconds=60)  # shared: its process takes seconds to start
+
+
+def app_of(
+    client: Any, tokenizer: Tokenizer | None = TOKENIZER, checkpoint_thinks: bool = False, chat: ChatFormat | None = None,
+    grammars: GrammarCompiler = GRAMMARS, **config: Any,
+) -> FastAPI:  # fmt: skip
+    return create_app(client, tokenizer, ServerConfig(**config), chat or ChatFormat(thinking=checkpoint_thinks), grammars)
 
 
 def http_client(app: FastAPI) -> httpx.AsyncClient:

@@ -25,7 +25,7 @@ from abyssal import LLM, SamplingParams
 from abyssal.checkpoint.source import resolve_model
 from abyssal.serve.app import ROUTES
 from abyssal.serve.auth import Access
-from abyssal.serve.chat import load_chat_settings
+from abyssal.serve.chat import load_chat_format
 from tests.serve.scripted import MODEL, ScriptedClient, app_of, post, says
 
 KEY = "a-key-for-tests"
@@ -36,6 +36,8 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": MODEL, "prompt": "Hi"},
     "/v1/chat/completions": CHAT,
+    "/v1/messages": {**CHAT, "max_tokens": 9},
+    "/v1/responses": {"model": MODEL, "input": "Hi"},
     "/tokenize": {"model": MODEL, "prompt": "Hi"},
     "/detokenize": {"model": MODEL, "tokens": [5]},
 }
@@ -96,7 +98,7 @@ def test_n05_without_the_key_every_spelling_of_every_route_is_closed(route: Any)
             assert response.status_code == 401, f"{method} {path} answered {response.status_code}"
             assert response.headers["www-authenticate"] == "Bearer"
             if method != "HEAD":
-                assert response.json()["error"]["code"] == "invalid_api_key"
+                assert response.json()["error"]["type"] == "authentication_error"
 
 
 def test_n05_unknown_paths_are_closed_too() -> None:
@@ -118,7 +120,7 @@ def test_n05_health_is_the_one_open_route() -> None:
     "headers",
     [
         [], bearer(""), bearer(KEY[:-1]), bearer(KEY + "x"), bearer(KEY.upper()), bearer(f'"{KEY}"'), [("Authorization", KEY)],
-        [("Authorization", f"Basic {KEY}")], [("Authorization", f"Bearer{KEY}")], [("X-API-Key", KEY)], [("Cookie", f"key={KEY}")],
+        [("Authorization", f"Basic {KEY}")], [("Authorization", f"Bearer{KEY}")], [("X-API-Key", KEY + "x")], [("Cookie", f"key={KEY}")],
         [("Authorization", "Bearer"), ("Key", KEY)],
     ],
 )  # fmt: skip
@@ -131,13 +133,13 @@ def test_n05_two_keys_are_no_key() -> None:
     """A proxy and this server could each believe another one."""
     for pair in ((KEY, "wrong"), ("wrong", KEY), (KEY, KEY)):
         assert ask(app(), "GET", "/v1/models", [*bearer(pair[0]), *bearer(pair[1])]).status_code == 401
+        assert ask(app(), "GET", "/v1/models", [*bearer(pair[0]), ("X-API-Key", pair[1])]).status_code == 401
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda r: f"{r.method} {r.path}")
 def test_n05_with_the_key_every_route_answers(route: Any) -> None:
-    for scheme in ("Bearer", "bearer"):
-        headers = [("Authorization", f"{scheme} {KEY}")]
-        response = ask(app(), route.method, concrete(route.path), headers, BODIES.get(route.path))
+    for header in (("Authorization", f"Bearer {KEY}"), ("Authorization", f"bearer {KEY}"), ("X-API-Key", KEY)):
+        response = ask(app(), route.method, concrete(route.path), [header], BODIES.get(route.path))
         assert response.status_code == 200, response.text
 
 
@@ -292,6 +294,7 @@ def test_n01_addresses_in_a_request_are_refused_and_never_visited(url: str) -> N
 
 TEXT_FIELDS = {
     ("/v1/completions", "prompt"), ("/tokenize", "prompt"), ("/v1/completions", "user"), ("/v1/chat/completions", "user"),
+    ("/v1/responses", "user"), ("/v1/responses", "input"),
 }  # fmt: skip
 
 
@@ -424,6 +427,6 @@ def test_n07_code_beside_a_checkpoint_is_not_run(tmp_path: Path) -> None:
         (folder / name).write_text(json.dumps(classes))
     with LLM(str(folder), device="cpu", kv_cache_bytes=128 << 20, num_threads=1) as llm:
         assert len(llm.generate([[0, 5]], SamplingParams(max_tokens=1, temperature=0))[0].outputs[0].token_ids) == 1
-    load_chat_settings(folder)
+    load_chat_format(folder, "v4")
     assert not marker.exists()
     assert not {"evil", "modeling_evil"} & sys.modules.keys()

@@ -162,8 +162,7 @@ def test_unknown_fields_in_bulk_are_refused_in_short() -> None:
 
 
 @pytest.mark.parametrize(("path", "name", "value"), [
-    (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]), (CHAT, "tool_choice", "required"),
-    (CHAT, "functions", [{"name": "f"}]), (CHAT, "response_format", {"type": "json_object"}), (CHAT, "modalities", ["audio"]),
+    (CHAT, "functions", [{"name": "f"}]), (CHAT, "guided_json", {}), (CHAT, "modalities", ["audio"]),
     (RAW, "suffix", "end"), (RAW, "response_format", {"type": "json_schema"}), (RAW, "guided_regex", "a+"),
     (RAW, "use_beam_search", True), (CHAT, "audio", {}), (CHAT, "echo", True),
 ])  # fmt: skip

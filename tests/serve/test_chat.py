@@ -14,18 +14,9 @@ from hypothesis import strategies as st
 import abyssal
 from abyssal import LLM, SamplingParams
 from abyssal.errors import ConfigError, RequestError
-from abyssal.serve.chat import (
-    EFFORTS,
-    TASKS,
-    ChatSettings,
-    Message,
-    encode_chat,
-    load_chat_settings,
-    merge_users,
-    parse_messages,
-    render,
-    wants_thinking,
-)
+from abyssal.serve.chat import ChatFormat, load_chat_format, wants_thinking
+from abyssal.serve.conversation import TASKS, Conversation, Message, parse_messages
+from abyssal.serve.protocol import EFFORTS, OWN_TEXTS, V4, V41, Texts, merge_turns, render
 from abyssal.tokenizer import ASSISTANT, BOS, END_THINK, EOS, THINK, USER, SpecialToken, Tokenizer
 
 TINY = Path(abyssal.__file__).parent / "assets" / "tiny-v4"
@@ -47,12 +38,23 @@ def assistant(text: str, thought: str | None = None, **more: Any) -> dict[str, A
     return {"role": "assistant", "content": text, "reasoning_content": thought, **more}
 
 
+def called(name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def reminder(text: str) -> dict[str, Any]:
     return {"role": "latest_reminder", "content": text}
 
 
+TEXTS = Texts("T", "R {schema}", {"max": "E\n\n"})
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Any, thinking: bool) -> list[int]:
+    return ChatFormat().encode(tokenizer, Conversation(tuple(parse_messages(messages)), thinking=thinking))
+
+
 def prompt(messages: list[dict[str, Any]], thinking: bool, **options: Any) -> str:
-    segments = render(parse_messages(messages), thinking, **options)
+    segments = render(parse_messages(messages), V4, TEXTS, thinking, **options)
     return "".join(s.text if isinstance(s, SpecialToken) else s for s in segments)
 
 
@@ -62,7 +64,7 @@ TWO_TURNS = [user("U1"), assistant("A1", "R1"), user("U2")]
 OFFICIAL = [
     ("chat", [system("S"), user("U")], False, {}, f"{B}S<｜User｜>U<｜Assistant｜></think>"),
     ("thinking", [system("S"), user("U")], True, {}, f"{B}S<｜User｜>U<｜Assistant｜><think>"),
-    ("max", [system("S"), user("U")], True, {"effort_text": "E\n\n"}, f"{B}E\n\nS<｜User｜>U<｜Assistant｜><think>"),
+    ("max", [system("S"), user("U")], True, {"effort": "max"}, f"{B}E\n\nS<｜User｜>U<｜Assistant｜><think>"),
     ("dropped", TWO_TURNS, True, {}, f"{B}<｜User｜>U1<｜Assistant｜></think>A1{E}<｜User｜>U2<｜Assistant｜><think>"),
     (
         "kept", TWO_TURNS, True, {"drop_thinking": False},
@@ -92,7 +94,7 @@ def test_official_examples(name: str, messages: list[dict[str, Any]], thinking: 
 
 def test_effort_text_and_reasoning_stay_out_of_chat_mode() -> None:
     expected = f"{B}<｜User｜>U1<｜Assistant｜></think>A1{E}<｜User｜>U2<｜Assistant｜></think>"
-    assert prompt(TWO_TURNS, False, effort_text="E", drop_thinking=False) == expected
+    assert prompt(TWO_TURNS, False, effort="max", drop_thinking=False) == expected
 
 
 def test_reasoning_after_the_last_user_message_stays() -> None:
@@ -138,12 +140,12 @@ def test_a_system_message_at_the_end_is_answered() -> None:
     assert prompt([system("S")], False) == f"{B}S<｜Assistant｜></think>"
 
 
-@given(st.lists(st.tuples(st.sampled_from(["user", "system"]), st.text("ab\n", max_size=3)), min_size=1, max_size=8))
+@given(st.lists(st.tuples(st.sampled_from(["user", "system", "tool"]), st.text("ab\n", max_size=3)), min_size=1, max_size=8))
 def test_merging_leaves_no_two_users_in_a_row_and_all_text(turns: list[tuple[str, str]]) -> None:
-    merged = merge_users([Message(role, text) for role, text in turns])
+    merged = merge_turns([Message(role, text, tool_call_id="1" * (role == "tool")) for role, text in turns])
     assert all(not (a.role == b.role == "user") for a, b in pairwise(merged))
-    assert merge_users(merged) == merged
-    assert "".join(m.content for m in merged).replace("\n", "") == "".join(text for _, text in turns).replace("\n", "")
+    texts = [text for turn in merged for text in [turn.content, *(block.text for block in turn.blocks)]]
+    assert "".join(texts) == "".join(text for _, text in turns)
 
 
 # Messages
@@ -179,7 +181,9 @@ BAD = [
     ("messages[1]", [user("U"), "V"]), ("messages[0]", [None]),
     ("messages[0].role", [{"content": "U"}]), ("messages[0].role", [{"role": "root", "content": "U"}]),
     ("messages[0].role", [{"role": "User", "content": "U"}]), ("messages[0].role", [{"role": LIST, "content": "U"}]),
-    ("messages[0].role", [{"role": "tool", "content": "x", "tool_call_id": "1"}]),
+    ("messages[0].role", [{"role": "function", "content": "x", "name": "f"}]),
+    ("messages[0].tool_call_id", [{"role": "tool", "content": "x"}]), ("messages[0].tool_call_id", [user("U", tool_call_id="1")]),
+    ("messages[0].tool_calls", [user("U", tool_calls=[{"id": "1"}])]),
     ("messages[0].role", [{"role": "x" * 10**6, "content": "U"}]),
     ("messages[0].content", [{"role": "user"}]), ("messages[0].content", [user(None)]),  # type: ignore[arg-type]
     ("messages[1].content", [system("S"), user(7)]), ("messages[0].content", [user({})]), ("messages[0].content", [user([])]),  # type: ignore[arg-type]
@@ -193,7 +197,13 @@ BAD = [
     ("messages[1].reasoning_content", [user("U"), assistant("A", 3), user("V")]),  # type: ignore[arg-type]
     ("messages[1].reasoning_content", [user("U"), assistant("A", "R", reasoning="Q"), user("V")]),
     ("messages[0].reasoning_content", [user("U", reasoning_content="R")]),
-    ("messages[1].tool_calls", [user("U"), assistant("A", tool_calls=[{"id": "1"}]), user("V")]),
+    ("messages[1].tool_calls[0]", [user("U"), assistant("A", tool_calls=[{"id": "1"}]), user("V")]),
+    ("messages[1].tool_calls", [user("U"), assistant("A", tool_calls={"id": "1"}), user("V")]),
+    ("messages[1].tool_calls[0].function.name", [user("U"), assistant("A", tool_calls=[called('f">', "{}")]), user("V")]),
+    ("messages[1].tool_calls[0].function.arguments", [user("U"), assistant("A", tool_calls=[called("f", '{"a\\"": 1}')]), user("V")]),
+    ("messages[1].tool_calls[0].function.arguments", [user("U"), assistant("A", tool_calls=[called("f", '{"a": "\\ud800"}')]), user("V")]),
+    ("messages[1].tool_calls[0].function.arguments", [user("U"), assistant("A", tool_calls=[called("f", '{"a": ["\\ud800"]}')]), user("V")]),
+    ("messages[1].tool_calls[0].function.arguments", [user("U"), assistant("A", tool_calls=[called("f", [1])]), user("V")]),
     ("messages[1].function_call", [user("U"), assistant("A", function_call={"name": "f"}), user("V")]),
     ("messages[0].name", [user("U", name="Ada")]), ("messages[0].colour", [user("U", colour=1)]),
     ("messages[0].task", [user("U", task="sing")]), ("messages[0].task", [user("U", task=LIST)]),
@@ -207,12 +217,6 @@ def test_bad_messages_are_named(param: str, messages: Any) -> None:
         encode_chat(TOKENIZER, messages, False)
     assert caught.value.param == param
     assert len(str(caught.value)) < 400, "a message must not send the client's own input back to it"
-
-
-@pytest.mark.parametrize("message", [{"role": "tool", "content": "x"}, assistant("A", tool_calls=[{"id": "1"}])])
-def test_tools_are_refused_in_words(message: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="tool calls are not supported yet"):
-        parse_messages([user("U"), message, user("V")])
 
 
 ADDRESSES = [
@@ -294,20 +298,17 @@ def test_tasks_the_tokenizer_lacks_are_refused() -> None:
 
 # Who decides on thinking
 
-APRIL = ChatSettings(True, ("minimal", "low", "medium", "high"))
-LATER = ChatSettings(True, ("minimal", "low", "medium"))
-
 
 @pytest.mark.parametrize("default", [True, False])
 def test_thinking_is_the_default_unless_the_request_says(default: bool) -> None:
-    assert wants_thinking(None, None, default, APRIL) is default
-    assert wants_thinking(None, {}, default, APRIL) is default
-    assert wants_thinking("none", None, default, APRIL) is False
-    assert wants_thinking("low", None, default, APRIL) is True
+    assert wants_thinking(None, None, default) is default
+    assert wants_thinking(None, {}, default) is default
+    assert wants_thinking("none", None, default) is False
+    assert wants_thinking("low", None, default) is True
     for switch in ("thinking", "enable_thinking"):
-        assert wants_thinking(None, {switch: True}, default, APRIL) is True
-        assert wants_thinking(None, {switch: False}, default, APRIL) is False
-    assert wants_thinking("high", {"thinking": True, "enable_thinking": True}, default, APRIL) is True
+        assert wants_thinking(None, {switch: True}, default) is True
+        assert wants_thinking(None, {switch: False}, default) is False
+    assert wants_thinking("high", {"thinking": True, "enable_thinking": True}, default) is True
 
 
 @pytest.mark.parametrize(
@@ -326,39 +327,34 @@ def test_thinking_is_the_default_unless_the_request_says(default: bool) -> None:
 )
 def test_contradictory_or_unknown_wishes_are_refused(effort: str | None, switches: dict[str, Any] | None, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        wants_thinking(effort, switches, True, APRIL)
+        wants_thinking(effort, switches, True)
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize(("settings_", "loud"), [(APRIL, {"max"}), (LATER, {"high", "max"})])
-def test_an_effort_that_needs_a_text_is_refused(settings_: ChatSettings, loud: set[str]) -> None:
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_an_effort_that_needs_a_text_is_refused_without_it(effort: str) -> None:
     """The same word means other prompts in other releases; without the text it would silently mean nothing."""
-    for effort in EFFORTS:
-        if effort in loud:
-            with pytest.raises(RequestError, match="instruction text"):
-                wants_thinking(effort, None, True, settings_)
-        else:
-            assert wants_thinking(effort, None, True, settings_) is (effort != "none")
+    conversation = Conversation((Message("user", "U"),), thinking=effort != "none", effort=effort)
+    if effort == "max":
+        with pytest.raises(RequestError, match="instruction text") as caught:
+            ChatFormat().encode(TOKENIZER, conversation)
+        assert caught.value.param == "reasoning_effort"
+    else:
+        assert ChatFormat().encode(TOKENIZER, conversation)
+    assert ChatFormat(texts=TEXTS).encode(TOKENIZER, conversation)
 
 
-def test_checkpoint_settings(tmp_path: Path) -> None:
-    assert load_chat_settings(tmp_path) == APRIL
-    assert load_chat_settings(TINY).thinking is False, "tiny-v4 was never trained to think"
-    (tmp_path / "encoding").mkdir()
-    source = tmp_path / "encoding" / "encoding_dsv4.py"
-    marker = tmp_path / "ran"
-    source.write_text(f"open({str(marker)!r}, 'w')\nREASONING_EFFORT_MAX = 'x'\n")
-    assert load_chat_settings(tmp_path) == APRIL
-    source.write_text(f"open({str(marker)!r}, 'w')\nREASONING_EFFORT_PROMPTS: dict = {{'low': ''}}\n")
-    assert load_chat_settings(tmp_path) == LATER
-    assert not marker.exists(), "a checkpoint's code was run"
+def test_what_a_checkpoint_says(tmp_path: Path) -> None:
+    assert load_chat_format(tmp_path, "v4") == ChatFormat(True, V4, OWN_TEXTS, None)
+    assert load_chat_format(tmp_path, "v41") == ChatFormat(True, V41, OWN_TEXTS, None)
+    assert load_chat_format(TINY, "v4").thinking is False, "tiny-v4 was never trained to think"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"thinking": 1}', '{"thinking": null}', '{"thinkin": true}', "true"])
 def test_bad_checkpoint_settings_stop_the_start(tmp_path: Path, text: str) -> None:
     (tmp_path / "abyssal.json").write_text(text)
     with pytest.raises(ConfigError, match="abyssal.json"):
-        load_chat_settings(tmp_path)
+        load_chat_format(tmp_path, "v4")
 
 
 # The Python API
@@ -377,6 +373,6 @@ def test_llm_chat_renders_as_the_server_does_and_parts_reasoning() -> None:
             deltas = list(llm.stream_chat(messages, params, thinking))
             assert "".join(d.text for d in deltas) == output.text
             assert "".join(d.reasoning for d in deltas) == output.reasoning
-        with pytest.raises(RequestError, match="tool calls"):
+        with pytest.raises(RequestError, match="tool_call_id"):
             llm.chat([{"role": "tool", "content": "x"}])
         assert not llm.engine.has_unfinished()

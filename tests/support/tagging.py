@@ -62,6 +62,10 @@ class TaggingModel:
         assert len(groups) == facts.num_groups
         for kind in facts.entry_slots:
             for layer, slots in enumerate(facts.entry_slots[kind]):
+                made = np.array([tags[c][(w + 1) * ratio] for c, w in complete])
+                if f"{kind}_state" not in facts.carried:  # of ratio 1, or made from the entries of another kind
+                    _write(cache, kind, layer, slots, made)
+                    continue
                 carried = _read(cache, f"{kind}_state", layer, facts.carried[f"{kind}_state"][layer])
                 rows = np.concatenate([carried, own, [NONE]])[facts.sources.numpy()]  # [G, slots, 3]
                 sums = facts.carried_sums[f"{kind}_sums"][layer] if facts.carried_sums else None
@@ -74,7 +78,7 @@ class TaggingModel:
                     expected = [tags[c][p + 1] if p >= 0 else NONE for p in range(first, end)]
                     assert np.array_equal(rows[g, : end - first], expected), (kind, layer, w)
                     assert (rows[g, end - first :] == -1).all(), (kind, layer, w)
-                _write(cache, kind, layer, slots, np.array([tags[c][(w + 1) * ratio] for c, w in complete]))
+                _write(cache, kind, layer, slots, made)
                 if sums is not None:
                     made = np.array([tags[c][end] for c, _, end in groups[len(complete) :]])
                     _write(cache, f"{kind}_sums", layer, facts.sum_slots[f"{kind}_sums"][layer], made)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 import abyssal
 from abyssal.cli.options import config_options, model_argument, split_config
-from abyssal.config import BUILT, EngineConfig, ModelConfig, resolve
+from abyssal.config import GLUON_RELEASES, EngineConfig, ModelConfig, resolve
 from abyssal.model_config import load_model_config
 from abyssal.options import option_specs
 
@@ -78,11 +78,22 @@ def _implementations() -> Rows:
     rows = []
     for spec in option_specs(EngineConfig):
         if spec.name in ("kv_layout", "compressed_kv_layout", "index_layout", "backend"):
-            values = [value for value in spec.choices or () if value != "auto"]
-            built = BUILT.get(spec.name, values)
-            missing = [value for value in values if value not in built]
-            rows.append((spec.name, ", ".join(built) + (f"; not in this version: {', '.join(missing)}" if missing else "")))
-    return rows
+            rows.append((spec.name, ", ".join(value for value in spec.choices or () if value != "auto")))
+    return [*rows, ("kernels", _kernels())]
+
+
+def _kernels() -> str:
+    """Which backend auto takes on this machine for a model of the released widths in bfloat16, and why not a faster one."""
+    from abyssal.ops._select import find_gpu
+
+    gpu = find_gpu()
+    if gpu is None:
+        return "reference only: no CUDA device"
+    if gpu.why_no_kernels is not None:
+        return f"reference only: {gpu.why_no_kernels}"
+    if gpu.why_not_hopper is not None:
+        return f"triton; not hopper: {gpu.why_not_hopper}"
+    return f"hopper, with Gluon of triton {', '.join(GLUON_RELEASES)}"
 
 
 def _model(config: EngineConfig) -> Rows:
@@ -91,10 +102,11 @@ def _model(config: EngineConfig) -> Rows:
 
     from abyssal.checkpoint import preflight
     from abyssal.checkpoint.source import resolve_model
+    from abyssal.ops._select import find_gpu
 
     folder = resolve_model(config.model)
     model = load_model_config(folder)
-    resolved = resolve(config, model, torch.cuda.is_available())
+    resolved = resolve(config, model, torch.cuda.is_available(), find_gpu())
     summary = preflight(folder)
     types = ", ".join(f"{count} {name}" for name, count in sorted(summary.dtypes.items()))
     options = ("device", "dtype", "kv_layout", "compressed_kv_layout", "index_layout", "backend")

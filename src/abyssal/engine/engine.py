@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,11 +20,16 @@ from abyssal.engine.runner import Runner
 from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, sample
 from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
+from abyssal.engine.swap import SwapSpace
 from abyssal.errors import EngineDeadError, RequestError
 from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
+from abyssal.ops._select import find_gpu
 from abyssal.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from abyssal.engine.grammar import GrammarMasks
 
 log = logging.getLogger("abyssal")
 
@@ -44,10 +51,11 @@ class EngineInfo:
     capacity_tokens: int  # tokens that one sequence can hold in the caches
     options: dict[str, str]  # resolved engine options, printable
     sampling_defaults: dict[str, Any]  # of the checkpoint's generation_config.json, as SamplingParams fields
+    image_token_id: int | None = None
 
     @property
     def limits(self) -> EngineLimits:
-        return EngineLimits(self.vocab_size, self.max_model_len, self.capacity_tokens)
+        return EngineLimits(self.vocab_size, self.max_model_len, self.capacity_tokens, self.image_token_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +65,10 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_swapped: int  # preemptions whose caches were copied to the host
     num_steps: int
     prompt_tokens: int  # computed so far, recomputation included
+    cached_tokens: int  # of prompts, taken from the prefix index instead
     generation_tokens: int
     pages_total: dict[str, int]  # by bucket
     pages_free: dict[str, int]  # with those that only the prefix index holds
@@ -74,7 +84,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         folder = resolve_model(config.model)
         model_config = load_model_config(folder)
-        self.config = resolve(config, model_config, torch.cuda.is_available())
+        self.config = resolve(config, model_config, torch.cuda.is_available(), find_gpu())
         if self.config.device == "cpu" and self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         # For callers in this process; here it tells which ids mean something, and which end a text.
@@ -94,11 +104,13 @@ class Engine:
             capacity_tokens=self.runner.capacity_tokens,
             options={name: str(getattr(self.config, name)) for name in _PRINTED_OPTIONS},
             sampling_defaults=load_generation_defaults(folder)[1],
+            image_token_id=model_config.image_token_id,
         )
-        self.scheduler = Scheduler(self.cache, self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes)
+        self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._sequences: dict[str, Sequence] = {}
         self._requests_seen = 0
-        self._steps = self._prompt_tokens = self._generation_tokens = 0
+        self._steps = self._prompt_tokens = self._cached_tokens = self._generation_tokens = 0
         self._log_start()
 
     def _log_start(self) -> None:
@@ -131,9 +143,17 @@ class Engine:
         max_new_tokens = check_request(request, self.info.limits)
         self._requests_seen += 1
         seed = (self.config.seed, self._requests_seen)
-        sampler = SamplerState(request.params, request.prompt_ids, self.info.eos_token_ids, seed, output_ids)
+        mask = None if request.grammar is None else self._grammar_masks.mask(request.grammar)
+        sampler = SamplerState(request.params, request.prompt_ids, self.info.eos_token_ids, seed, output_ids, mask)
         token_ids = [*request.prompt_ids, *output_ids]
         return Sequence(request, self.cache.new_sequence(request.cache_salt), sampler, max_new_tokens, token_ids)
+
+    @cached_property
+    def _grammar_masks(self) -> GrammarMasks:
+        from abyssal.engine.grammar import GrammarMasks  # its library is needed for structured output only, and slow to import
+
+        assert self.tokenizer is not None, "a grammar was compiled, so there is a tokenizer"
+        return GrammarMasks(self.tokenizer, self.info.model_vocab_size, self.info.eos_token_ids)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended."""
@@ -232,8 +252,10 @@ class Engine:
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_preemptions=self.scheduler.num_preemptions,
+            num_swapped=self.swap.num_saved,
             num_steps=self._steps,
             prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
             generation_tokens=self._generation_tokens,
             pages_total={str(b): p.num_pages for b, p in pools.items()},
             pages_free={str(b): p.num_available for b, p in pools.items()},
@@ -293,8 +315,10 @@ class Engine:
             wanted.append((seq, scored, samples))
             rows += [offset + p - start for p in scored] + [offset + count - 1] * samples
             offset += count
+        begun = time.perf_counter()
         logits = self.runner(chunks, rows)
         sampled = self._sample(logits, wanted)
+        self.swap.measure_step(offset, time.perf_counter() - begun)
         return [u for (seq, count), token in zip(scheduled, sampled, strict=True) if (u := self._commit(seq, count, token))]
 
     def _sample(self, logits: Tensor, wanted: list[tuple[Sequence, list[int], bool]]) -> list[SampledToken | None]:
@@ -327,6 +351,8 @@ class Engine:
         seq.token_ids.append(token.token_id)
         seq.sampler.append(token.token_id)
         self._generation_tokens += 1
+        if seq.num_output == 1:
+            self._cached_tokens += seq.num_cached
         reason, stop_id = self._finish_reason(seq, token.token_id)
         if reason is not None:
             self._end(seq)

@@ -23,6 +23,16 @@ from abyssal.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
+class CallDelta:
+    """What one update adds to one tool call. The first of a call has its id and name; the arguments are pieces of JSON text."""
+
+    index: int  # of the call in its answer
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(slots=True)
 class OutputDelta:
     """What one update adds to one output."""
 
@@ -34,6 +44,7 @@ class OutputDelta:
     stop_reason: str | int | None = None  # the stop string or stop id that ended it; None for EOS
     error: str | None = None
     reasoning: str = ""  # of a chat answer: what it thought before and between its text
+    calls: list[CallDelta] = field(default_factory=list)  # of a chat answer
 
 
 @dataclass(slots=True)
@@ -49,8 +60,13 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     error: str | None = None
     reasoning: str = ""  # of a chat answer
+    calls: list[CallDelta] = field(default_factory=list)  # of a chat answer, each whole once it has ended
 
     def add(self, delta: OutputDelta) -> None:
+        for call in delta.calls:
+            if call.index == len(self.calls):
+                self.calls.append(CallDelta(call.index, call.id, call.name))
+            self.calls[call.index].arguments += call.arguments
         self.text += delta.text
         self.reasoning += delta.reasoning
         self.token_ids += delta.token_ids
@@ -100,6 +116,10 @@ class OutputProcessor:
         self._num_tokens = 0
         self._scores: deque[tuple[TokenLogprobs, int, int]] = deque()  # waiting ones, with their first and last + 1 character
         self.finished = False
+
+    @property
+    def is_inside_character(self) -> bool:
+        return self._decoder.is_inside_character
 
     def push(self, update: RequestUpdate) -> OutputDelta:
         """What `update` adds. When a stop string ends the output (`finish_reason` here but not in `update`), abort the request.

@@ -102,6 +102,15 @@ _FLOAT_RANGES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must follow, compiled for the model's tokenizer (`abyssal.serve.grammar`)."""
+
+    key: str  # equal for equal grammars
+    compiled: bytes
+    after: int | None = None  # token id after which it holds, with free text before; None = at once
+
+
 @dataclass(slots=True)
 class EngineRequest:
     """One sequence to generate. `n` > 1 is n of these."""
@@ -110,6 +119,7 @@ class EngineRequest:
     prompt_ids: list[int]
     params: SamplingParams
     cache_salt: str | None = None  # only requests of the same salt share a cached prefix
+    grammar: Grammar | None = None
 
 
 @dataclass(slots=True)
@@ -148,6 +158,7 @@ class EngineLimits:
     vocab_size: int  # token ids that mean something: the tokenizer's count where one exists, which padding of the model exceeds
     max_model_len: int  # tokens
     capacity_tokens: int  # tokens that the caches hold of one sequence
+    image_token_id: int | None = None  # a prompt must not hold it
 
 
 def ending_token_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
@@ -172,8 +183,18 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> int:
     if not isinstance(request.prompt_ids, list) or not request.prompt_ids:
         raise RequestError("the prompt is empty; give at least one token", param="prompt")
     check_ids("prompt", request.prompt_ids, limits.vocab_size)
+    if limits.image_token_id in request.prompt_ids:
+        raise RequestError(
+            f"prompt: token id {limits.image_token_id} stands for an image, and this version reads text only; leave images out",
+            param="prompt",
+        )
     check_ids("logit_bias", params.logit_bias or (), limits.vocab_size)
     check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    if request.grammar is not None and (params.ignore_eos or params.min_tokens):
+        name = "ignore_eos" if params.ignore_eos else "min_tokens"
+        raise RequestError(
+            f"{name} does not go with structured output, which ends where its grammar says; leave it out", param=name
+        )
     room = _room(len(request.prompt_ids), limits)
     if params.min_tokens > room:
         raise RequestError(

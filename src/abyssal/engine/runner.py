@@ -17,6 +17,7 @@ from abyssal.kv.pool import KVCache, SequenceCache
 from abyssal.kv.prefix import PrefixIndex
 from abyssal.kv.specs import plan_caches
 from abyssal.model.model import Model
+from abyssal.ops._select import select_ops
 from abyssal.ops.ngram_hash import NgramHash, ngram_hash
 from abyssal.tokenizer import Tokenizer
 
@@ -33,10 +34,11 @@ class Runner:
         self.device = torch.device(config.device)
         dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
-        # Before the weights: a layout that does not fit is cheap to find.
+        # Before the weights: what does not fit is cheap to find.
         self.plan = plan_caches(model_config, *config.record_layouts)
+        self.ops = select_ops(config, model_config, self.plan, self.device)
         weights = load_weights(folder, model_config, self.device, dtype, True, config.engram_cache_bytes)
-        self.model = Model(weights, model_config, dtype)
+        self.model = Model(weights, model_config, dtype, self.ops)
         longest = config.max_model_len or model_config.max_position
         self.sizes = divide_budget(self.plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
         self.max_model_len = self._max_model_len(self.sizes)
@@ -50,7 +52,9 @@ class Runner:
 
     def __call__(self, chunks: list[Chunk], logit_rows: list[int]) -> Tensor:
         """Compute `chunks` (pages allocated, single tokens first) -> logits fp32 [len(logit_rows), V] on the device."""
-        batch = build_batch(self.model_config, self.cache, chunks, logit_rows, self.device, self.ngrams)
+        batch = build_batch(
+            self.model_config, self.cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists
+        )
         return self.model(batch, self.cache)
 
     def chunk(self, token_ids: list[int], start: int, end: int, cache: SequenceCache) -> Chunk:

@@ -1,6 +1,7 @@
 """From logits to tokens.
 
 The order is vLLM's: logit_bias, min_tokens, repetition, frequency and presence penalties, temperature, min_p, top_k, top_p, draw.
+A grammar's mask comes after the penalties.
 Ties always go to the lowest token id. Nothing of one request depends on what else is in the batch, and a draw depends on the
 request's seed and the number of the token alone, so that a preempted or restarted request repeats itself.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,12 +36,23 @@ class SampledToken:
     error: str | None = None
 
 
+class TokenMask(Protocol):
+    """Restricts one request's tokens, step by step."""
+
+    def apply(self, logits: Tensor) -> None:
+        """Set one row fp32 [V] to -inf, in place, where no token is allowed now."""
+
+    def append(self, token_id: int) -> None:
+        """Take note of a generated token."""
+
+
 class SamplerState:
     """What sampling needs to know of one request. It derives from the request and its output ids, nothing else.
 
     Args:
         fallback_seed: (engine seed, number of the request), for a request without a seed of its own.
         output_ids: tokens generated already, for a request that is taken up again.
+        mask: of the request's grammar, as it is before the first token.
     """
 
     def __init__(
@@ -49,10 +62,14 @@ class SamplerState:
         eos_token_ids: Iterable[int],
         fallback_seed: tuple[int, int],
         output_ids: Iterable[int] = (),
+        mask: TokenMask | None = None,
     ) -> None:
         self.params = params
         self.prompt_ids = prompt_ids
-        self.output_ids = list(output_ids)
+        self.mask = mask
+        self.output_ids: list[int] = []
+        for token in output_ids:
+            self.append(token)
         self.ending_ids = sorted(ending_token_ids(params, eos_token_ids))
         self._stream = f"request {params.seed}" if params.seed is not None else "engine {} {}".format(*fallback_seed)
         self._seen: Tensor | None = None  # bool [V], the token occurs in the prompt or the output
@@ -62,13 +79,15 @@ class SamplerState:
     def append(self, token_id: int) -> None:
         """Take note of a generated token. Tokens are never taken back."""
         self.output_ids.append(token_id)
+        if self.mask is not None:
+            self.mask.append(token_id)
 
     @property
     def edits_logits(self) -> bool:
-        return bool(self.params.logit_bias) or self._masks_endings or self._penalises
+        return bool(self.params.logit_bias) or self._masks_endings or self._penalises or self.mask is not None
 
     def edit(self, logits: Tensor) -> None:
-        """Apply bias, min_tokens and penalties to one row fp32 [V], in place."""
+        """Apply bias, min_tokens, penalties and the mask to one row fp32 [V], in place."""
         if bias := self.params.logit_bias:
             ids = torch.tensor(list(bias), device=logits.device)
             logits[ids] += torch.tensor(list(bias.values()), dtype=torch.float32, device=logits.device)
@@ -77,6 +96,8 @@ class SamplerState:
         if self._penalises:
             seen, counts = self._penalty_tables(logits)
             logits.copy_(_penalise(logits, seen, counts, self.params))
+        if self.mask is not None:
+            self.mask.apply(logits)
 
     def next_uniform(self) -> float:
         """The random number in [0, 1) for the next token: 53 bits of a hash of the stream and the number of the token."""
@@ -152,7 +173,7 @@ def prompt_logprobs(logits: Tensor, targets: list[int], num_top: int) -> list[To
 
 
 def _edit(logits: Tensor, states: list[SamplerState]) -> Tensor:
-    """Bias, min_tokens and penalties of all rows; `logits` itself where no row has any."""
+    """Bias, min_tokens, penalties and masks of all rows; `logits` itself where no row has any."""
     if not any(state.edits_logits for state in states):
         return logits
     edited = logits.clone()
@@ -237,7 +258,9 @@ def _score_slice(logits: Tensor, targets: list[int], num_top: list[int]) -> list
 def _complaint(model_ok: bool, usable: bool) -> str | None:
     if not model_ok:
         return "the model gave no usable logits (NaN or infinite) for this request"
-    return None if usable else "no token is left to choose from: min_tokens forbids every token that the model allows"
+    return (
+        None if usable else "no token is left to choose from: min_tokens or the grammar forbids every token that the model allows"
+    )
 
 
 def _clamp(value: float, bounds: tuple[float, float]) -> float:

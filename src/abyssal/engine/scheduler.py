@@ -1,7 +1,8 @@
 """Which sequences compute how many tokens in the next step.
 
 Running sequences go first, those that decode before those that prefill, then waiting ones in order of arrival. When pages run
-out, the sequence admitted last gives up its pages and waits; it is computed again from its tokens.
+out, the sequence admitted last gives up its pages and waits; its caches are copied to the host and back, or computed again from
+its tokens, whichever costs less.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 
 from abyssal.engine.sequence import Sequence
+from abyssal.engine.swap import SwapSpace
 from abyssal.kv.pool import KVCache
 
 
 class Scheduler:
-    def __init__(self, cache: KVCache, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        self.cache = cache
+    def __init__(self, cache: KVCache, swap: SwapSpace, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        self.cache, self.swap = cache, swap
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Sequence] = deque()
@@ -48,15 +50,18 @@ class Scheduler:
     def _admit(self, plan: dict[Sequence, int]) -> None:
         while self.waiting and len(self.running) < self.max_num_seqs and self._fit(self.waiting[0], plan):
             seq = self.waiting[0]
-            reused = self.cache.reuse(seq.cache, seq.token_ids) if seq.may_reuse else 0
-            seq.num_computed = reused
+            if seq.saved is not None:
+                if not self._has_room(seq) or not self.swap.restore(seq):
+                    return
+            elif seq.may_reuse:
+                seq.num_computed = self.cache.reuse(seq.cache, seq.token_ids)
+                if seq.num_output == 0:
+                    seq.num_cached = seq.num_computed
             count = self._fit(seq, plan)
-            if not self._has_room(seq) or not self.cache.allocate(seq.cache, reused, reused + count):
-                self.cache.free(seq.cache)
-                seq.num_computed = 0
+            if not self._has_room(seq) or not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
+                self._release(seq)
                 return
-            if seq.num_output == 0:
-                seq.num_cached = reused
+            self.swap.drop(seq)
             self.running.append(self.waiting.popleft())
             plan[seq] = count
 
@@ -71,10 +76,11 @@ class Scheduler:
         return all(sum(claim[bucket] for claim in claims) <= pool.num_available for bucket, pool in self.cache.pools.items())
 
     def preempt(self, seq: Sequence) -> None:
-        """Take the pages of the running `seq`; it waits, first in line, to be computed again from its tokens."""
+        """Take the pages of the running `seq`; it waits, first in line, to be copied back or computed again."""
         self.running.remove(seq)
-        self.cache.free(seq.cache)
-        seq.num_computed = 0
+        if self.swap.pays(seq):
+            self.swap.save(seq)
+        self._release(seq)
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
@@ -84,4 +90,9 @@ class Scheduler:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
+        self.swap.drop(seq)
         self.cache.free(seq.cache)
+
+    def _release(self, seq: Sequence) -> None:
+        self.cache.free(seq.cache)
+        seq.num_computed = 0

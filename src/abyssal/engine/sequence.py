@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from abyssal.engine.request import EngineRequest, TokenLogprobs
 from abyssal.engine.sampler import SamplerState
+from abyssal.kv.handover import HandOver
 from abyssal.kv.pool import SequenceCache
 
 
@@ -20,6 +21,7 @@ class Sequence:
     token_ids: list[int]  # prompt, then output
     num_computed: int = 0
     num_cached: int = 0  # of the prompt, taken from the prefix index instead of being computed
+    saved: HandOver | None = None  # copy of its caches while it waits after a preemption
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     @property

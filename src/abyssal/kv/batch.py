@@ -18,6 +18,7 @@ from abyssal.kv.specs import ROLL_BACK, CacheSpec
 from abyssal.ops.ngram_hash import NgramHash
 from abyssal.ops.rope import rope_table
 
+SCORE_BYTES = 256 << 20  # of index scores computed at once
 QUERY_TILE = 64  # queries of one sequence that share a gather of their window; 32 and 128 measured slower on CPU
 
 
@@ -51,6 +52,40 @@ class QueryGroup:
     def shape(self) -> tuple[int, int]:
         n, b = self.positions.shape
         return n, b
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """n x b queries whose index scores are computed at once: b consecutive tokens of each of n sequences."""
+
+    rows: slice  # of the step's tokens, n * b of them
+    sequences: slice  # of the step's sequences
+    max_visible: dict[int, int]  # ratio -> the most compressed entries that one of the queries sees
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n = self.sequences.stop - self.sequences.start
+        return n, (self.rows.stop - self.rows.start) // n
+
+
+@dataclass(frozen=True, slots=True)
+class QueryLists:
+    """What each query of a step reads, as lists of slots: the kernels take all tokens of a step in one launch."""
+
+    sequences: Tensor | None  # [T] int64, row in the page tables; None: token t is of sequence t
+    window_slots: Tensor  # [layers, T, W] int32, the oldest first; what lies beyond a query's length is some other slot
+    window_lengths: Tensor  # [T] int32
+    visible: dict[int, Tensor]  # ratio -> [T] int32, number of compressed entries that the query may see
+    max_visible: dict[int, int]  # ratio -> the largest of them
+    entry_slots: dict[str, Tensor]  # kinds of which queries see all entries -> [layers, S, N] int32, N the largest `visible`
+    spans: list[Span]
+
+    def all_entries(self, kind: str, row: int) -> Tensor:
+        """Slots int32 [T, N] of all entries of a kind's layer `row`; entry e of a query is visible if e < its `visible`."""
+        slots = self.entry_slots[kind][row]
+        if self.sequences is None:
+            return slots
+        return slots.expand(len(self.sequences), -1) if len(slots) == 1 else slots.index_select(0, self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +129,8 @@ class Batch:
     positions: Tensor  # [T] int64
     logit_rows: Tensor  # [R] int64, tokens whose logits are wanted
     rope: dict[str, Tensor]  # "main" and "compress" -> [T, rope_dim / 2] complex64
-    groups: list[QueryGroup]
+    groups: list[QueryGroup]  # the reference's view of the queries; empty where `lists` is given
+    lists: QueryLists | None  # the kernels' view
     stores: dict[str, StoreFacts]  # kinds that store rows of single tokens: windows, states
     compress: dict[int, CompressFacts]  # ratio -> facts
     tables: dict[str, Tensor]  # whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
@@ -119,28 +155,39 @@ def build_batch(
     logit_rows: list[int],
     device: torch.device,
     ngrams: NgramHash | None = None,
+    *,
+    as_lists: bool = False,
 ) -> Batch:
     """Facts for computing `chunks`; every chunk's pages are allocated, chunks of one token come first.
 
-    `ngrams` is the hash of a model with n-gram tables.
+    Args:
+        ngrams: the hash of a model with n-gram tables.
+        as_lists: whether queries are described by `lists`, as kernels take them, or by `groups`, as the reference does.
     """
     counts = np.array([len(c.token_ids) for c in chunks])
     offsets = np.concatenate([[0], np.cumsum(counts)])
     positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
     ropes = {"main": config.rope_main, "compress": config.rope_compress}
-    positions_t = torch.from_numpy(positions).to(device)
+    positions_t = _tensor(positions, device)
     ratios = sorted({plan.ratio for plan in config.layers if plan.ratio})
+    tables = {n: _stack_tables(n, s, chunks, device) for n, s in cache.specs.items() if s.lifetime == "context"}
     return Batch(
         token_ids=torch.tensor([t for c in chunks for t in c.token_ids], device=device),
         positions=positions_t,
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         rope={name: rope_table(positions_t, rope) for name, rope in ropes.items()},
-        groups=_query_groups(cache.specs["window"], ratios, chunks, offsets, device),
+        groups=[] if as_lists else _query_groups(cache.specs["window"], ratios, chunks, offsets, device),
+        lists=_query_lists(config, cache, ratios, chunks, offsets, tables, device) if as_lists else None,
         stores={n: _store_facts(s, chunks, offsets, device) for n, s in cache.specs.items() if _stores_tokens(s)},
         compress={r: _compress_facts(config, cache, r, chunks, offsets, positions_t) for r in ratios},
-        tables={n: _stack_tables(n, s, chunks, device) for n, s in cache.specs.items() if s.lifetime == "context"},
+        tables=tables,
         engram_rows=None if ngrams is None else _engram_rows(ngrams, chunks),
     )
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
+    """Contiguous, which an array picked out of another need not be: kernels step over rows by their length."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
 def _engram_rows(ngrams: NgramHash, chunks: list[Chunk]) -> Tensor:
@@ -163,8 +210,8 @@ def _store_facts(spec: CacheSpec, chunks: list[Chunk], offsets: np.ndarray, devi
         rows.append(stored + first - chunk.start + offset)
         slots.append(where[:, stored])
     return StoreFacts(
-        torch.from_numpy(np.concatenate(rows)).to(device),
-        torch.from_numpy(np.concatenate(slots, axis=1)).long().to(device),
+        _tensor(np.concatenate(rows), device),
+        _tensor(np.concatenate(slots, axis=1), device).long(),
     )
 
 
@@ -203,14 +250,14 @@ def _compress_facts(
 
     carried = [np.arange(a, b) for a, b in zip(first, starts, strict=True)]
     sums = {n: slots(n, [np.zeros(1, np.int64)] * len(chunks))[:, groups.chunk] for n in with_sums}  # [layers, G]
-    first_tokens = torch.from_numpy(np.concatenate(entries) * ratio).to(device)
+    first_tokens = _tensor(np.concatenate(entries) * ratio, device)
     return CompressFacts(
         phases=positions % ratio,
-        sources=torch.from_numpy(sources).to(device),
-        carried={f"{n}_state": torch.from_numpy(slots(f"{n}_state", carried)).to(device) for n in with_state},
-        carried_sums={n: torch.from_numpy(np.where(groups.has_sums, s, -1)).to(device) for n, s in sums.items()},
-        sum_slots={n: torch.from_numpy(s[:, num_entries:]).long().to(device) for n, s in sums.items()},
-        entry_slots={n: torch.from_numpy(slots(n, entries)).to(device) for n in kinds},
+        sources=_tensor(sources, device),
+        carried={f"{n}_state": _tensor(slots(f"{n}_state", carried), device) for n in with_state},
+        carried_sums={n: _tensor(np.where(groups.has_sums, s, -1), device) for n, s in sums.items()},
+        sum_slots={n: _tensor(s[:, num_entries:], device).long() for n, s in sums.items()},
+        entry_slots={n: _tensor(slots(n, entries), device) for n in kinds},
         rope=rope_table(first_tokens, config.rope_compress),
     )
 
@@ -253,7 +300,7 @@ def _stack_tables(name: str, spec: CacheSpec, chunks: list[Chunk], device: torch
     stacked = np.full((len(spec.layers), len(chunks), width), NO_PAGE, np.int32)
     for row, table in enumerate(tables):
         stacked[:, row, : table.shape[1]] = table
-    return torch.from_numpy(stacked).to(device)
+    return _tensor(stacked, device)
 
 
 def _query_groups(
@@ -293,9 +340,64 @@ def _query_group(
     return QueryGroup(
         rows=rows,
         sequences=torch.tensor(sequences, device=device),
-        positions=torch.from_numpy(positions).to(device),
-        window_slots=torch.from_numpy(np.stack(slots, axis=1)).to(device),
-        window_hidden=torch.from_numpy(~mask).to(device),
-        visible={r: torch.from_numpy(v).to(device) for r, v in visible.items()},
+        positions=_tensor(positions, device),
+        window_slots=_tensor(np.stack(slots, axis=1), device),
+        window_hidden=_tensor(~mask, device),
+        visible={r: _tensor(v, device) for r, v in visible.items()},
         max_visible={r: int(v.max()) for r, v in visible.items()},
     )
+
+
+def _query_lists(
+    config: ModelConfig,
+    cache: KVCache,
+    ratios: list[int],
+    chunks: list[Chunk],
+    offsets: np.ndarray,
+    tables: dict[str, Tensor],
+    device: torch.device,
+) -> QueryLists:
+    counts, starts = np.diff(offsets), np.array([c.start for c in chunks])
+    window = cache.specs["window"]
+    firsts = np.maximum(starts - (window.window - 1), 0)  # oldest token that a chunk's queries see
+    ends = np.cumsum(starts + counts - firsts)
+    keys = [np.arange(first, c.end) for first, c in zip(firsts, chunks, strict=True)]
+    slots = np.concatenate(
+        [entry_slots(window, c.cache.tables[window.name], k) for c, k in zip(chunks, keys, strict=True)], axis=1
+    )
+    positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
+    oldest = np.maximum(positions - (window.window - 1), 0)
+    place = oldest + np.repeat(ends - starts - counts, counts)  # of the oldest key of a query in `slots`
+    index = _tensor(place, device)[:, None] + torch.arange(window.window, device=device)
+    visible = {r: (positions + 1) // r for r in ratios}
+    most = {r: int(v.max()) for r, v in visible.items()}
+    wholly = {f"c{p.ratio}" for p in config.layers if p.selection == "all" or (p.ratio and most[p.ratio] <= config.index_topk)}
+    whole = {name: page_slots(tables[name], cache.specs[name], most[cache.specs[name].ratio]) for name in wholly}
+    one_each = len(positions) == len(chunks)
+    return QueryLists(
+        sequences=None if one_each else _tensor(np.repeat(np.arange(len(chunks)), counts), device),
+        window_slots=_tensor(slots, device)[:, index.clamp_(max=slots.shape[1] - 1)],
+        window_lengths=_tensor((positions - oldest + 1).astype(np.int32), device),
+        visible={r: _tensor(v.astype(np.int32), device) for r, v in visible.items()},
+        max_visible=most,
+        entry_slots=whole,
+        spans=_spans(chunks, offsets, visible),
+    )
+
+
+def page_slots(pages: Tensor, spec: CacheSpec, count: int) -> Tensor:
+    """pages int32 [..., P] -> slots int32 [..., count] of the first `count` entries; beyond a sequence's last page in the zero page."""
+    entry = torch.arange(count, dtype=torch.int32, device=pages.device)
+    return pages.index_select(-1, entry // spec.entries_per_page) * spec.entries_per_page + entry % spec.entries_per_page
+
+
+def _spans(chunks: list[Chunk], offsets: np.ndarray, visible: dict[int, np.ndarray]) -> list[Span]:
+    """Chunks of one token together; longer ones each alone, cut where their scores would take more than SCORE_BYTES."""
+    decoding = sum(len(c.token_ids) == 1 for c in chunks)
+    cuts = [(slice(0, decoding), slice(0, decoding))] if decoding else []
+    for row in range(decoding, len(chunks)):
+        start, end = int(offsets[row]), int(offsets[row + 1])
+        most = max((int(v[end - 1]) for v in visible.values()), default=0)
+        size = max(QUERY_TILE, SCORE_BYTES // (4 * max(most, 1)))
+        cuts += [(slice(first, min(first + size, end)), slice(row, row + 1)) for first in range(start, end, size)]
+    return [Span(rows, seqs, {r: int(v[rows].max()) for r, v in visible.items()}) for rows, seqs in cuts]

@@ -86,18 +86,21 @@ def export(cache: KVCache, seq: SequenceCache, token_ids: list[int]) -> HandOver
 def restore(cache: KVCache, seq: SequenceCache, handed: HandOver) -> bool:
     """Let the empty `seq` hold what `handed` has; False, and nothing taken, when pages are short.
 
-    The tokens are final: none of them can be rolled back, since rows before the window did not come along.
+    Complete blocks that the prefix index knows are shared instead. The tokens are final: none of them can be rolled back, since
+    rows before the window did not come along.
 
     Raises:
         HandOverError: it is of another model or of other layouts, or contradicts itself. Nothing has been touched then.
     """
     check(cache, handed)
-    if not cache.allocate_restored(seq, handed.num_tokens):
+    known = cache.allocate_restored(seq, handed.token_ids, handed.num_tokens)
+    if known is None:
         return False
     for name, spec in cache.specs.items():
-        slots = torch.from_numpy(entry_slots(spec, seq.tables[name], _entries(spec, handed.num_tokens)))
+        first = known // spec.ratio if spec.lifetime == "context" else 0
+        slots = torch.from_numpy(entry_slots(spec, seq.tables[name], _entries(spec, handed.num_tokens)[first:]))
         assert (slots >= 0).all(), name
-        records = handed.records[name].flatten(0, 1).to(cache.views[name].device)
+        records = handed.records[name][:, first:].flatten(0, 1).to(cache.views[name].device)
         cache.views[name].write_bytes(slots.flatten().long().to(records.device), records)
     seq.folded, seq.final = handed.folded, handed.num_tokens
     cache.commit(seq, handed.token_ids, handed.num_tokens)

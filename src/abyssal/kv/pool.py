@@ -158,10 +158,21 @@ class KVCache:
     def _allocate(self, seq: SequenceCache, start: int, end: int, stops: list[int]) -> bool:
         return self._take({n: self._missing_blocks(s, seq.tables[n], start, end, stops) for n, s in self.specs.items()}, seq)
 
-    def allocate_restored(self, seq: SequenceCache, tokens: int) -> bool:
-        """Give the empty `seq` pages for what a sequence of `tokens` tokens reads next: all, or none and False."""
+    def allocate_restored(self, seq: SequenceCache, token_ids: list[int], tokens: int) -> int | None:
+        """Give the empty `seq` pages for what a sequence of the first `tokens` of `token_ids` reads next: all, or none and None.
+
+        Returns:
+            The tokens, of complete blocks, whose whole-context entries the prefix index has; their pages are shared.
+        """
+        if self.prefix is not None:
+            block_keys(seq.keys, seq.root, token_ids[:tokens])
+            self._hold(seq, self.prefix.known(seq.keys[: tokens // BLOCK_TOKENS]))
+        known = len(seq.blocks) * BLOCK_TOKENS
         blocks = {n: self._stop_blocks(s, tokens) if s.lifetime == "window" else s.blocks(tokens) for n, s in self.specs.items()}
-        return self._take({name: list(wanted) for name, wanted in blocks.items()}, seq)
+        if not self._take({n: [b for b in wanted if not _has_block(seq.tables[n], b)] for n, wanted in blocks.items()}, seq):
+            self.free(seq)
+            return None
+        return known
 
     def _take(self, wanted: dict[str, list[int]], seq: SequenceCache) -> bool:
         need = dict.fromkeys(self.pools, 0)
@@ -188,20 +199,27 @@ class KVCache:
         if not chain:
             return 0
         end = len(chain) * BLOCK_TOKENS
+        windows = chain[-1].windows
+        assert windows is not None
+        self._hold(seq, chain)
+        self._each(PagePool.share, windows)
+        for name, pages in windows.items():
+            seq.tables[name] = PageTable(pages.copy(), self._stop_blocks(self.specs[name], end).start)
+        seq.num_tokens = seq.folded = seq.final = end
+        return end
+
+    def _hold(self, seq: SequenceCache, chain: list[Block]) -> None:
+        """Let the empty `seq` share the whole-context pages of `chain`."""
+        if not chain:
+            return
+        assert self.prefix is not None
         for block in chain:
             self.prefix.use(block)
         seq.blocks = chain
-        last = chain[-1].windows
-        assert last is not None
-        for name, spec in self.specs.items():
-            if spec.lifetime == "record":
-                continue  # nothing of a group is left at its end
-            whole = spec.lifetime == "context"
-            pages = np.concatenate([b.pages[name] for b in chain], axis=1) if whole else last[name].copy()
+        for name in chain[0].pages:
+            pages = np.concatenate([block.pages[name] for block in chain], axis=1)
             self._each(PagePool.share, {name: pages})
-            seq.tables[name] = PageTable(pages, first_block=0 if whole else self._stop_blocks(spec, end).start)
-        seq.num_tokens = seq.folded = seq.final = end
-        return end
+            seq.tables[name] = PageTable(pages)
 
     def commit(self, seq: SequenceCache, token_ids: list[int], end: int, rejected: int = 0) -> None:
         """Tokens [0, end) of `seq` are computed: keep its complete blocks. To be called before `release_unneeded`.
@@ -421,6 +439,7 @@ class RecordView:
 
     def __init__(self, pool: Tensor, spec: CacheSpec) -> None:
         self.spec = spec
+        self.pages = pool  # uint8 [pages, page bytes], what kernels read and write
         layout, entries = spec.layout, spec.entries_per_page
         width = layout.dim if layout.grid is None else layout.data_bytes
         values = pool.view(-1) if layout.grid is not None else pool.view(-1).view(layout.dtype)

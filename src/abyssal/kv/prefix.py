@@ -61,14 +61,19 @@ class PrefixIndex:
     def get(self, key: bytes) -> Block | None:
         return self._blocks.get(key)
 
-    def match(self, keys: list[bytes]) -> list[Block]:
-        """The longest known chain that begins with `keys[0]` and ends with a block that has windows."""
+    def known(self, keys: list[bytes]) -> list[Block]:
+        """The longest known chain that begins with `keys[0]`."""
         chain: list[Block] = []
         for key in keys:
             block = self._blocks.get(key)
             if block is None:
                 break
             chain.append(block)
+        return chain
+
+    def match(self, keys: list[bytes]) -> list[Block]:
+        """The longest known chain that begins with `keys[0]` and ends with a block that has windows."""
+        chain = self.known(keys)
         while chain and chain[-1].windows is None:
             chain.pop()
         return chain

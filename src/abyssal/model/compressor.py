@@ -10,18 +10,18 @@ from abyssal.config import ModelConfig
 from abyssal.kv.batch import Batch
 from abyssal.kv.pool import KVCache
 from abyssal.model.weights import Weights
-from abyssal.ops.compress import compress
+from abyssal.ops._select import Ops
 
 
 class Compressor:
     """Pools `ratio` tokens into one entry of the cache kind `kind` (V4 spec 2.9, V4.1 spec 3.6). Up to the pooling all is fp32."""
 
-    def __init__(self, weights: Weights, config: ModelConfig, layer: int, kind: str, dtype: torch.dtype) -> None:
+    def __init__(self, weights: Weights, config: ModelConfig, layer: int, kind: str, dtype: torch.dtype, ops: Ops) -> None:
         self.ratio = config.layers[layer].ratio
         self.layer = layer
         self.kind = kind
         self.rms_eps = config.rms_eps
-        self.dtype = dtype
+        self.dtype, self.ops = dtype, ops
         wkv = weights.tensor("wkv.weight")
         self.w = wkv if self.ratio == 1 else torch.cat([wkv, weights.tensor("wgate.weight")])  # [2 c d, D]; ratio 1: [d, D]
         # [ratio, 2 c d], zero for the values
@@ -39,7 +39,7 @@ class Compressor:
         rows = F.linear(x.float(), self.w)  # [T, 2 c d]
         if self.bias is not None:
             rows += self.bias[facts.phases]
-        return compress(
+        return self.ops.compress(
             rows,
             self.norm,
             facts,

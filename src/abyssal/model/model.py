@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,70 +15,89 @@ from abyssal.kv.batch import Batch
 from abyssal.kv.pool import KVCache
 from abyssal.model.attention import Attention
 from abyssal.model.engram import Engram
-from abyssal.model.indexer import Selection
 from abyssal.model.moe import MoE
 from abyssal.model.weights import Weights
-from abyssal.ops import hyper_connection as hc
+from abyssal.ops._select import Ops, Selection
+from abyssal.ops.hyper_connection import Site
 from abyssal.ops.linear import LinearWeight
-from abyssal.ops.norm import rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """What lies between two mixing sites: streams, and the sublayer's output that the next site expands into them."""
+
+    streams: Tensor  # [T, S, D]; before the first site embeddings [T, D], of which every stream is a copy
+    pre: Tensor  # fp32 [T, S], the mix of the site before
+    out: Tensor | None = None  # [T, D]; None: there is nothing to expand
+    post: Tensor | None = None  # fp32 [T, S]
+    comb: Tensor | None = None  # fp32 [T, S, S]
+
+    @classmethod
+    def after(cls, site: Site, out: Tensor) -> Residual:
+        assert site.pre is not None
+        return cls(site.streams, site.pre, out, site.post, site.comb)
+
+    def at(self, rows: Tensor) -> Residual:
+        """Of some tokens only; rows int64 [R]."""
+        parts = (self.streams, self.pre, self.out, self.post, self.comb)
+        streams, pre, *rest = (None if part is None else part.index_select(0, rows) for part in parts)
+        assert streams is not None and pre is not None
+        return Residual(streams, pre, *rest)
+
+    def expanded(self, ops: Ops, num_streams: int) -> Tensor:
+        """Streams [T, S, D] with the sublayer's output in them (V4 spec 2.3)."""
+        if self.out is None or self.post is None or self.comb is None:
+            return self.streams if self.streams.dim() == 3 else self.streams.unsqueeze(1).repeat(1, num_streams, 1)
+        return ops.expand(self.streams, self.out, self.post, self.comb)
 
 
 class Block:
-    """One decoder layer: attention and experts, each between a collapse and an expansion of the streams."""
+    """One decoder layer: attention and experts, each behind a mixing site (V4 spec 2.4, V4.1 spec 3.1)."""
 
-    def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
-        self.config, self.plan = config, config.layers[layer]
+    def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype, ops: Ops) -> None:
+        self.config, self.plan, self.ops = config, config.layers[layer], ops
         engram = self.plan.engram
         self.engram = None if engram is None else Engram(weights.below("engram"), config, engram, dtype)
-        self.attention = Attention(weights.below("attn"), config, layer, dtype)
+        self.attention = Attention(weights.below("attn"), config, layer, dtype, ops)
         self.moe = MoE(weights.below("ffn"), config, layer, dtype)
         self.attn_norm, self.ffn_norm = weights.tensor("attn_norm.weight"), weights.tensor("ffn_norm.weight")
-        self.hc_attn, self.hc_ffn = weights.mix("hc_attn", config.hc_mult), weights.mix("hc_ffn", config.hc_mult)
+        self.hc_attn, self.hc_ffn = (ops.mix_weights(weights.mix(name, config.hc_mult)) for name in ("hc_attn", "hc_ffn"))
 
-    def __call__(
-        self, streams: Tensor, pre: Tensor, rows: Tensor | None, batch: Batch, cache: KVCache, selection: Selection
-    ) -> tuple[Tensor, Tensor]:
-        """One layer.
-
-        Args:
-            streams: [T, S, D].
-            pre: fp32 [T, S], the mix of the site before.
-            rows: what `Engram.read` gave; None in layers without one.
-
-        Returns:
-            New streams, and the mix of this layer's last site.
-        """
+    def __call__(self, residual: Residual, rows: Tensor | None, batch: Batch, cache: KVCache, selection: Selection) -> Residual:
+        """One layer; `rows` is what `Engram.read` gave, None in layers without one."""
         if self.engram is not None and rows is not None:
-            streams = self.engram(streams, rows)
-        x, pre, post, comb = self._enter(streams, pre, self.hc_attn)
-        out = self.attention(rms_norm(x, self.attn_norm, self.config.rms_eps), batch, cache, selection)
-        streams = hc.expand(streams, out, post, comb)
+            streams = residual.expanded(self.ops, self.config.hc_mult)
+            residual = Residual(self.engram(streams, rows), residual.pre)
+        site = self._enter(residual, self.hc_attn, self.attn_norm)
+        residual = Residual.after(site, self.attention(site.x, batch, cache, selection))
+        site = self._enter(residual, self.hc_ffn, self.ffn_norm)
+        return Residual.after(site, self.moe(site.x, batch.token_ids))
 
-        x, pre, post, comb = self._enter(streams, pre, self.hc_ffn)
-        out = self.moe(rms_norm(x, self.ffn_norm, self.config.rms_eps), batch.token_ids)
-        return hc.expand(streams, out, post, comb), pre
+    def _enter(self, residual: Residual, weights: Any, norm: Tensor) -> Site:
+        """The own mix collapses the streams at once (V4), or at the site after this one (V4.1 spec 3.1)."""
+        return enter(self.ops, self.config, residual, weights, norm, own=self.plan.hc_order == "own")
 
-    def _enter(self, streams: Tensor, previous: Tensor, weights: hc.MixWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Collapse the streams to a sublayer's input x [T, D]; post [T, S] and comb [T, S, S] put its output back.
 
-        The own mix `pre` collapses at once (V4), or at the site after this one (V4.1 spec 3.1).
-        """
-        config = self.config
-        raw = hc.mix(streams, weights, config.rms_eps)
-        pre, post, comb = hc.coefficients(raw, config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps)
-        x = hc.collapse(streams, pre if self.plan.hc_order == "own" else previous)
-        return x, pre, post, comb
+def enter(ops: Ops, config: ModelConfig, residual: Residual, weights: Any, norm: Tensor, own: bool) -> Site:
+    return ops.site(
+        residual.streams, norm, weights, out=residual.out, post=residual.post, comb=residual.comb, pre=None if own else residual.pre,
+        rms_eps=config.rms_eps, eps=config.hc_eps, iterations=config.hc_sinkhorn_iters,
+    )  # fmt: skip
 
 
 class Model:
     """DeepSeek V4 or V4.1. Weights are moved out of `tensors`; one left over is an error."""
 
-    def __init__(self, tensors: dict[str, Tensor | LinearWeight | RowTable], config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor | LinearWeight | RowTable], config: ModelConfig, dtype: torch.dtype, ops: Ops
+    ) -> None:
         weights = Weights(tensors)
-        self.config = config
+        self.config, self.ops = config, ops
         self.embedding = weights.tensor("embed.weight")
-        self.blocks = [Block(weights.below(f"layers.{i}"), config, i, dtype) for i in range(config.num_layers)]
-        self.hc_head = weights.mix("hc_head", config.hc_mult) if config.layers[-1].hc_order == "own" else None
+        self.blocks = [Block(weights.below(f"layers.{i}"), config, i, dtype, ops) for i in range(config.num_layers)]
+        self.hc_head = None
+        if config.layers[-1].hc_order == "own":
+            self.hc_head = ops.mix_weights(weights.mix("hc_head", config.hc_mult))
         self.norm = weights.tensor("norm.weight")
         self.head = weights.tensor("head.weight")
         weights.assert_all_taken()
@@ -84,14 +106,13 @@ class Model:
     def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
         """Logits fp32 [R, V] of the tokens in `batch.logit_rows`; the caches take up the step's tokens."""
         rows = [None if block.engram is None else block.engram.read(batch) for block in self.blocks]
-        streams = F.embedding(batch.token_ids, self.embedding).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
-        pre = torch.zeros(streams.shape[:2], device=streams.device)
+        embedded = F.embedding(batch.token_ids, self.embedding)
+        pre = torch.zeros(len(embedded), self.config.hc_mult, device=embedded.device)
         pre[:, 0] = 1.0  # the first site sees the embedding as it is (V4.1 spec 3.1)
-        selection = Selection([None] * len(batch.groups), [None] * len(batch.groups))
+        residual = Residual(embedded, pre)
+        selection = self.ops.new_selection(batch)
         for block, read in zip(self.blocks, rows, strict=True):
-            streams, pre = block(streams, pre, read, batch, cache, selection)
-        streams, pre = streams.index_select(0, batch.logit_rows), pre.index_select(0, batch.logit_rows)
-        if self.hc_head is not None:
-            pre = hc.mix(streams, self.hc_head, self.config.rms_eps).sigmoid() + self.config.hc_eps
-        y = rms_norm(hc.collapse(streams, pre), self.norm, self.config.rms_eps)
+            residual = block(residual, read, batch, cache, selection)
+        last = residual.at(batch.logit_rows)
+        y = enter(self.ops, self.config, last, self.hc_head, self.norm, own=self.hc_head is not None).x
         return F.linear(y.float(), self.head)

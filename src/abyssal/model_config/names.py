@@ -64,10 +64,9 @@ IGNORED = {
     "pad_token_id": "the engine never pads with a token",
 }
 
-# V4.1's tower and image token, recognised and not used for text (V4.1 spec 1.3).
+# V4.1's image tower, recognised and not used for text (V4.1 spec 1.3).
 VISION = (
     "vision_config",
-    "image_token_id",
     "vision_n_layers",
     "vision_dim",
     "vision_n_heads",

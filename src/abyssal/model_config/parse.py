@@ -117,6 +117,7 @@ def _build(config: Section, family: Family) -> ModelConfig:
         engram=engram,
         layers=layers,
         draft=_draft(config, family, num_layers, vocab_size),
+        image_token_id=_image_token(config, family, vocab_size),
     )
     _check(config, model)
     return model
@@ -202,6 +203,12 @@ def _engram(config: Section, num_layers: int, vocab_size: int) -> EngramConfig |
     if len(engram.num_embeddings) != len(layer_ids):
         raise config.fail("engram_num_embeddings", f"must have one entry per engram layer, {len(layer_ids)}")
     return engram if layer_ids else None
+
+
+def _image_token(config: Section, family: Family, vocab_size: int) -> int | None:
+    if family == "v4" or not config.given("image_token_id"):
+        return None
+    return config.integer("image_token_id", low=0, high=vocab_size - 1)
 
 
 def _draft(config: Section, family: Family, num_layers: int, vocab_size: int) -> Literal["none", "mtp", "dspark"]:

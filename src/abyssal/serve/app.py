@@ -10,12 +10,15 @@ from fastapi import FastAPI, Request, Response
 from abyssal.config import ServerConfig
 from abyssal.errors import EngineDeadError
 from abyssal.serve.auth import Access, RequireKey
-from abyssal.serve.chat import ChatSettings
+from abyssal.serve.chat import ChatFormat
 from abyssal.serve.chat_completions import create_chat_completion
 from abyssal.serve.completions import create_completion
 from abyssal.serve.context import Client, Server, server_of
 from abyssal.serve.errors import install_error_handlers
+from abyssal.serve.grammar import GrammarCompiler
+from abyssal.serve.messages import create_message
 from abyssal.serve.metrics import CONTENT_TYPE, Metrics
+from abyssal.serve.responses import create_response
 from abyssal.serve.streams import json_response
 from abyssal.serve.tokens import detokenize, tokenize
 from abyssal.tokenizer import Tokenizer
@@ -29,12 +32,14 @@ class Route:
     endpoint: Callable[[Request], Awaitable[Response]]
 
 
-def create_app(client: Client, tokenizer: Tokenizer | None, config: ServerConfig, chat: ChatSettings) -> FastAPI:
+def create_app(
+    client: Client, tokenizer: Tokenizer | None, config: ServerConfig, chat: ChatFormat, grammars: GrammarCompiler
+) -> FastAPI:
     """An application over a running engine."""
     # No generated pages: they would be routes that nobody declared.
     app = FastAPI(title="Abyssal", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics(lambda: client.stats, lambda: client.alive)
-    app.state.server = Server(client, tokenizer, config, chat, metrics)
+    app.state.server = Server(client, tokenizer, config, chat, grammars, metrics)
     for route in ROUTES:
         app.add_api_route(route.path, route.endpoint, methods=[route.method], response_model=None)
     install_error_handlers(app)
@@ -83,6 +88,8 @@ ROUTES = (
     Route("GET", "/v1/models/{model:path}", Access.KEY, get_model),
     Route("POST", "/v1/completions", Access.KEY, create_completion),
     Route("POST", "/v1/chat/completions", Access.KEY, create_chat_completion),
+    Route("POST", "/v1/messages", Access.KEY, create_message),
+    Route("POST", "/v1/responses", Access.KEY, create_response),
     Route("POST", "/tokenize", Access.KEY, tokenize),
     Route("POST", "/detokenize", Access.KEY, detokenize),
 )

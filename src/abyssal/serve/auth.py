@@ -26,9 +26,9 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._key is not None and not self._is_open(scope, self._key):
-            message = "a valid API key is needed: send 'Authorization: Bearer KEY'"
+            message = "a valid API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             error = HttpError(401, message, "authentication_error", code="invalid_api_key")
-            return await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
+            return await error_response(error, scope["path"], {"www-authenticate": "Bearer"})(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
         await self._app(scope, receive, send)
@@ -36,6 +36,11 @@ class RequireKey:
     def _is_open(self, scope: Scope, key: bytes) -> bool:
         if scope["path"].removeprefix(scope.get("root_path", "")) in self._public:
             return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        given = [(name, value) for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
+        if len(given) != 1:
+            return False
+        name, value = given[0]
+        if name == b"x-api-key":
+            return hmac.compare_digest(value.strip(), key)
+        scheme, _, token = value.partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), key)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
 from typing import Any
 
 from fastapi import Request, Response
 
-from abyssal.engine.output import CompletionOutput
-from abyssal.engine.request import RequestUpdate, SamplingParams, TokenLogprobs
+from abyssal.engine.output import CallDelta
+from abyssal.engine.request import SamplingParams, TokenLogprobs
 from abyssal.errors import RequestError
+from abyssal.serve.answer import ChatDelta
 from abyssal.serve.body import read_body
-from abyssal.serve.chat import encode_chat, wants_thinking
+from abyssal.serve.chat import wants_thinking
+from abyssal.serve.chat_job import ChatJob, start_chat
 from abyssal.serve.context import Server, server_of
-from abyssal.serve.generation import Job, answer
-from abyssal.serve.reasoning import ChatDelta, ChatProcessor
+from abyssal.serve.conversation import (
+    Conversation,
+    parse_messages,
+    parse_response_format,
+    parse_tool_choice,
+    parse_tools,
+)  # fmt: skip
+from abyssal.serve.generation import OpenAIForm, answer
 from abyssal.serve.schemas import ChatBody, PromptOptions
 from abyssal.tokenizer import Tokenizer
 
@@ -27,88 +34,95 @@ async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody)
         server.require_model(body.model)
         params = _params(server, body)
-        thinking, ids = await encode_conversation(server, body)
-        try:
-            job = ChatJob(server, body, ids, params, thinking)
-        except RequestError as error:
-            error.param = "messages" if error.param == "prompt" else error.param
-            raise
-        return await answer(job, request, bool(body.stream), record, stack)
+        job = await start_chat(server, conversation_of(server, body), params, cache_salt=body.cache_salt)
+        return await answer(job, ChatForm(job, body.include_usage), request, bool(body.stream), record, stack)
 
 
-async def encode_conversation(server: Server, body: PromptOptions) -> tuple[bool, list[int]]:
-    """Whether the answer begins with reasoning, and the prompt's ids.
+def conversation_of(server: Server, body: PromptOptions) -> Conversation:
+    """What the request asks of the model.
 
     Raises:
         RequestError: a message or an option is bad.
     """
-    default = server.chat.thinking if server.config.thinking == "auto" else server.config.thinking == "on"
-    thinking = wants_thinking(body.reasoning_effort, body.chat_template_kwargs, default, server.chat)
-    tokenizer = server.require_tokenizer("messages")
-    return thinking, await asyncio.to_thread(encode_chat, tokenizer, body.messages, thinking)
+    thinking = wants_thinking(body.reasoning_effort, body.chat_template_kwargs, server.thinks_by_default)
+    tools = parse_tools(body.tools)
+    return Conversation(
+        tuple(parse_messages(body.messages)),
+        tools,
+        parse_tool_choice(body.tool_choice, body.parallel_tool_calls, tools),
+        parse_response_format(body.response_format),
+        thinking,
+        body.reasoning_effort,
+    )
 
 
-class ChatJob(Job[ChatDelta]):
+class ChatForm(OpenAIForm[ChatDelta]):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    job: ChatJob
 
-    def __init__(self, server: Server, body: ChatBody, ids: list[int], params: SamplingParams, thinking: bool) -> None:
-        super().__init__(server, [ids], params, body.include_usage)
-        self._tokenizer = server.require_tokenizer("messages")
-        self._thinking = thinking
-        self._processors = [ChatProcessor(self._tokenizer, params, ids) for _ in self.requests]
-        self._outputs = [CompletionOutput(i) for i in range(len(self.requests))]
-        self._begun = [False] * len(self.requests)
-        self._reasoning_tokens = 0
+    def __init__(self, job: ChatJob, include_usage: bool) -> None:
+        super().__init__(job, include_usage)
+        self._begun = [False] * len(job.requests)
 
-    def usage_details(self) -> dict[str, Any]:
-        return {"completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens}}
-
-    def push(self, index: int, update: RequestUpdate) -> ChatDelta:
-        delta = self._processors[index].push(update)
-        self._outputs[index].add(delta)
-        self._reasoning_tokens += delta.num_reasoning_tokens
-        return delta
+    def usage(self) -> dict[str, Any]:
+        return {**super().usage(), "completion_tokens_details": {"reasoning_tokens": self.job.reasoning_tokens}}
 
     def chunk_choices(self, index: int, delta: ChatDelta) -> list[dict[str, Any]]:
         choices = []
         if not self._begun[index]:
             self._begun[index] = True
-            opening = ChatDelta()
-            choices.append(self._chunk_choice(index, opening, {"role": "assistant", "content": ""}))
-        parts = {"reasoning_content": delta.reasoning, "content": delta.text}
-        shown = {name: text for name, text in parts.items() if text}
+            choices.append(self._chunk_choice(index, ChatDelta(), {"role": "assistant", "content": ""}))
+        parts = {"reasoning_content": delta.reasoning, "content": delta.text, "tool_calls": [*map(_call_chunk, delta.calls)]}
+        shown = {name: part for name, part in parts.items() if part}
         if shown or delta.logprobs or delta.finish_reason:
             choices.append(self._chunk_choice(index, delta, shown))
         return choices
 
     def choice(self, index: int) -> dict[str, Any]:
-        output = self._outputs[index]
-        message = {
+        output = self.job.outputs[index]
+        message: dict[str, Any] = {
             "role": "assistant",
-            "content": output.text,
-            "reasoning_content": output.reasoning if self._thinking or output.reasoning else None,
+            "content": output.text or (None if output.calls else ""),
+            "reasoning_content": output.reasoning if self.job.conversation.thinking or output.reasoning else None,
             "refusal": None,
         }
+        if output.calls:
+            message["tool_calls"] = [_call(call) for call in output.calls]
         return {
             "index": index,
             "message": message,
             "logprobs": None if output.logprobs is None else self._logprobs(output.logprobs),
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._finish_reason(index),
             "stop_reason": output.stop_reason,
         }
 
-    def _chunk_choice(self, index: int, delta: ChatDelta, shown: dict[str, str]) -> dict[str, Any]:
+    def _chunk_choice(self, index: int, delta: ChatDelta, shown: dict[str, Any]) -> dict[str, Any]:
         return {
             "index": index,
             "delta": shown,
             "logprobs": self._logprobs(delta.logprobs) if delta.logprobs else None,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": delta.finish_reason and self._finish_reason(index),
             "stop_reason": delta.stop_reason,
         }
 
+    def _finish_reason(self, index: int) -> str | None:
+        output = self.job.outputs[index]
+        return "tool_calls" if output.calls and output.finish_reason == "stop" else output.finish_reason
+
     def _logprobs(self, scores: list[TokenLogprobs]) -> dict[str, Any]:
         """Of the content's tokens, in their order."""
-        return {"content": [_position(self._tokenizer, score) for score in scores], "refusal": None}
+        return {"content": [_position(self.job.tokenizer, score) for score in scores], "refusal": None}
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _call_chunk(call: CallDelta) -> dict[str, Any]:
+    """Id, type and name come once, with the call's first piece (case K17)."""
+    if call.id:
+        return {"index": call.index, **_call(call)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
 def _position(tokenizer: Tokenizer, score: TokenLogprobs) -> dict[str, Any]:

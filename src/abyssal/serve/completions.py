@@ -14,7 +14,7 @@ from abyssal.errors import RequestError
 from abyssal.serve.body import read_body
 from abyssal.serve.context import Server, server_of
 from abyssal.serve.echo import Echo, echo_prompt
-from abyssal.serve.generation import Job, answer
+from abyssal.serve.generation import Job, OpenAIForm, answer
 from abyssal.serve.schemas import CompletionBody
 from abyssal.tokenizer import Tokenizer, with_bos
 
@@ -29,7 +29,7 @@ async def create_completion(request: Request) -> Response:
         server.require_model(body.model)
         params = _params(server, body)
         job = CompletionJob(server, body, await _prompts(server, body), params)
-        return await answer(job, request, bool(body.stream), record, stack)
+        return await answer(job, CompletionForm(job, body.include_usage), request, bool(body.stream), record, stack)
 
 
 @dataclass(slots=True)
@@ -40,20 +40,18 @@ class Prompt:
 
 
 class CompletionJob(Job[OutputDelta]):
-    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
-
     def __init__(self, server: Server, body: CompletionBody, prompts: list[Prompt], params: SamplingParams) -> None:
-        super().__init__(server, [prompt.ids for prompt in prompts], params, body.include_usage)
+        super().__init__(server, [prompt.ids for prompt in prompts], params, body.cache_salt)
         self._echoes = [_echo(server.tokenizer, prompt, params) for prompt in prompts] if body.echo else None
         self._processors = [OutputProcessor(server.tokenizer, params, request.prompt_ids) for request in self.requests]
-        self._outputs = [CompletionOutput(i) for i in range(len(self.requests))]
+        self.outputs = [CompletionOutput(i) for i in range(len(self.requests))]
         self._begun = [False] * len(self.requests)
 
     def push(self, index: int, update: RequestUpdate) -> OutputDelta:
         delta = self._processors[index].push(update)
         if self._echoes is not None:
             self._put_prompt(index, update, delta, self._echoes[index // self.n])
-        self._outputs[index].add(delta)
+        self.outputs[index].add(delta)
         return delta
 
     def _put_prompt(self, index: int, update: RequestUpdate, delta: OutputDelta, echo: Echo) -> None:
@@ -69,19 +67,25 @@ class CompletionJob(Job[OutputDelta]):
             delta.logprobs = [lp or _unscored(token) for token, lp in zip(ids, known, strict=True)] + delta.logprobs
             delta.text_offsets = echo.offsets + delta.text_offsets
 
+
+class CompletionForm(OpenAIForm[OutputDelta]):
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    job: CompletionJob
+
     def chunk_choices(self, index: int, delta: OutputDelta) -> list[dict[str, Any]]:
         if not (delta.text or delta.logprobs or delta.finish_reason):
             return []
         return [self._choice(index, delta)]
 
     def choice(self, index: int) -> dict[str, Any]:
-        return self._choice(index, self._outputs[index])
+        return self._choice(index, self.job.outputs[index])
 
     def _choice(self, index: int, part: OutputDelta | CompletionOutput) -> dict[str, Any]:
+        tokenizer = self.job.server.tokenizer
         return {
             "index": index,
             "text": part.text,
-            "logprobs": None if part.logprobs is None else _logprobs(self.server.tokenizer, part.logprobs, part.text_offsets),
+            "logprobs": None if part.logprobs is None else _logprobs(tokenizer, part.logprobs, part.text_offsets),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }

@@ -14,8 +14,9 @@ from abyssal.config import ServerConfig
 from abyssal.engine.engine import EngineInfo, EngineStats
 from abyssal.engine.request import EngineRequest, RequestUpdate
 from abyssal.errors import RequestError
-from abyssal.serve.chat import ChatSettings
+from abyssal.serve.chat import ChatFormat
 from abyssal.serve.errors import HttpError
+from abyssal.serve.grammar import GrammarCompiler
 from abyssal.serve.metrics import Metrics
 from abyssal.tokenizer import Tokenizer
 
@@ -40,9 +41,15 @@ class Server:
     client: Client
     tokenizer: Tokenizer | None
     config: ServerConfig
-    chat: ChatSettings
+    chat: ChatFormat
+    grammars: GrammarCompiler
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
+
+    @property
+    def thinks_by_default(self) -> bool:
+        """Whether an answer begins with reasoning when the request does not say."""
+        return self.chat.thinking if self.config.thinking == "auto" else self.config.thinking == "on"
 
     def require_model(self, name: str | None) -> None:
         """Raise the 404 of OpenAI unless `name` is the served model."""

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
+import abyssal.engine.grammar  # noqa: F401  now, since the first request that needs it must not hold up the others
 from abyssal.config import EngineConfig
 from abyssal.engine.engine import Engine
 from abyssal.engine.request import RequestUpdate

@@ -1,4 +1,4 @@
-"""What goes wrong, as HTTP: every error leaves in OpenAI's shape `{"error": {message, type, param, code}}`."""
+"""What goes wrong, as HTTP: errors leave in OpenAI's shape `{"error": {message, type, param, code}}`, or in Anthropic's on its route."""
 
 from __future__ import annotations
 
@@ -49,8 +49,23 @@ def error_status(error: Exception) -> int:
     return 503 if isinstance(error, EngineDeadError) else 500
 
 
-def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
-    return json_response(error_body(error), error_status(error), headers)
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+}  # fmt: skip
+
+
+def anthropic_error_body(error: Exception) -> dict[str, Any]:
+    """As `error_body`, in Anthropic's shape."""
+    status = error_status(error)
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error_body(error)["error"]["message"]}}
+
+
+def error_response(error: Exception, path: str, headers: dict[str, str] | None = None) -> Response:
+    """The answer to a request for `path`, in the shape that its clients know."""
+    body = anthropic_error_body(error) if path.startswith(ANTHROPIC_PATH) else error_body(error)
+    return json_response(body, error_status(error), headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -61,8 +76,8 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(405, _no_method)
 
 
-async def _answer(_: Request, error: Exception) -> Response:
-    return error_response(error)
+async def _answer(request: Request, error: Exception) -> Response:
+    return error_response(error, request.url.path)
 
 
 async def _nobody(_: Request, error: Exception) -> Response:
@@ -70,13 +85,15 @@ async def _nobody(_: Request, error: Exception) -> Response:
 
 
 async def _no_route(request: Request, _: Exception) -> Response:
-    return error_response(HttpError(404, f"there is no route {request.url.path!r}", "invalid_request_error", code="not_found"))
+    path = request.url.path
+    return error_response(HttpError(404, f"there is no route {path!r}", "invalid_request_error", code="not_found"), path)
 
 
 async def _no_method(request: Request, error: Exception) -> Response:
     message = f"{request.method} is not a method of {request.url.path!r}"
     headers = getattr(error, "headers", None)  # names the methods that are
-    return error_response(HttpError(405, message, "invalid_request_error", code="method_not_allowed"), headers)
+    error_405 = HttpError(405, message, "invalid_request_error", code="method_not_allowed")
+    return error_response(error_405, request.url.path, headers)
 
 
 def _body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

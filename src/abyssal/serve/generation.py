@@ -7,14 +7,14 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import ExitStack, aclosing
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request, Response
 
 from abyssal.engine.output import OutputDelta
-from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams, check_request
+from abyssal.engine.request import EngineRequest, Grammar, RequestUpdate, SamplingParams, check_request
 from abyssal.errors import AbyssalError, EngineDeadError
 from abyssal.serve.context import Server
 from abyssal.serve.errors import RequestFailed, error_body
@@ -30,19 +30,26 @@ Arrivals = asyncio.Queue[tuple[int, RequestUpdate | Exception]]
 class Job(ABC, Generic[D]):
     """The outputs of one HTTP request: n per prompt, each a request to the engine.
 
+    Args:
+        cache_salt: prompts share a cached prefix with those of the same salt only.
+        grammar: what every output must follow.
+
     Raises:
         RequestError: one of them can never be served; nothing has been started then.
     """
 
-    prefix: ClassVar[str]  # of ids
-    whole_object: ClassVar[str]
-    chunk_object: ClassVar[str]
-
-    def __init__(self, server: Server, prompts: list[list[int]], params: SamplingParams, include_usage: bool) -> None:
-        self.server, self.n, self.include_usage = server, params.n, include_usage
-        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+    def __init__(
+        self,
+        server: Server,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        cache_salt: str | None = None,
+        grammar: Grammar | None = None,
+    ) -> None:
+        self.server, self.n = server, params.n
+        self.key, self.created = uuid.uuid4().hex, int(time.time())
         each = [(ids, params.for_output(i)) for ids in prompts for i in range(params.n)]
-        self.requests = [EngineRequest(f"{self.id}-{i}", ids, own) for i, (ids, own) in enumerate(each)]
+        self.requests = [EngineRequest(f"{self.key}-{i}", ids, own, cache_salt, grammar) for i, (ids, own) in enumerate(each)]
         for request in self.requests[:: self.n]:  # the outputs of one prompt differ in their seeds only
             check_request(request, server.client.info.limits)
         self.prompt_tokens = sum(map(len, prompts))
@@ -52,18 +59,6 @@ class Job(ABC, Generic[D]):
     @abstractmethod
     def push(self, index: int, update: RequestUpdate) -> D:
         """Take one update of output `index`; what it adds."""
-
-    @abstractmethod
-    def chunk_choices(self, index: int, delta: D) -> list[dict[str, Any]]:
-        """Choices that a stream sends for `delta`, each in an event of its own."""
-
-    @abstractmethod
-    def choice(self, index: int) -> dict[str, Any]:
-        """The whole choice `index`, once it has ended."""
-
-    def usage_details(self) -> dict[str, Any]:
-        """More that the route says of its usage."""
-        return {}
 
     async def deltas(self) -> AsyncGenerator[tuple[int, D]]:
         """(index, what that output gains) until all have ended. Closing it early drops what still runs.
@@ -108,22 +103,86 @@ class Job(ABC, Generic[D]):
         prompt = index // self.n
         self.cached_tokens[prompt] = max(self.cached_tokens[prompt], update.num_cached_tokens)
 
+
+class Form(ABC, Generic[D]):
+    """How one API tells of a job: the whole answer, and the events of a stream."""
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The answer, once all outputs have ended."""
+
+    def opening(self) -> Iterable[bytes]:
+        """Events before the first delta."""
+        return ()
+
+    @abstractmethod
+    def events(self, index: int, delta: D) -> Iterable[bytes]:
+        """Events for what output `index` gained."""
+
+    @abstractmethod
+    def closing(self) -> Iterable[bytes]:
+        """Events after the last delta."""
+
+    @abstractmethod
+    def failure(self, error: Exception) -> Iterable[bytes]:
+        """Events that end a stream early."""
+
+
+class OpenAIForm(Form[D]):
+    """What OpenAI's two older routes share.
+
+    Args:
+        include_usage: every chunk has the field, and the last chunk has it alone (case L01).
+    """
+
+    prefix: ClassVar[str]  # of ids
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, job: Job[D], include_usage: bool) -> None:
+        self.job, self._include_usage = job, include_usage
+
+    @abstractmethod
+    def choice(self, index: int) -> dict[str, Any]:
+        """The whole choice `index`."""
+
+    @abstractmethod
+    def chunk_choices(self, index: int, delta: D) -> list[dict[str, Any]]:
+        """Choices that a stream sends for `delta`, each in an event of its own."""
+
     def usage(self) -> dict[str, Any]:
         """A prompt with n outputs counts once."""
+        job = self.job
         return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens)},
-            **self.usage_details(),
+            "prompt_tokens": job.prompt_tokens,
+            "completion_tokens": job.completion_tokens,
+            "total_tokens": job.prompt_tokens + job.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(job.cached_tokens)},
         }
 
-    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        model = self.server.client.info.model_name
-        return {"id": self.id, "object": kind, "created": self.created, "model": model, "choices": choices}
+    def whole(self) -> dict[str, Any]:
+        choices = [self.choice(i) for i in range(len(self.job.requests))]
+        return {**self._envelope(self.whole_object, choices), "usage": self.usage()}
+
+    def events(self, index: int, delta: D) -> Iterable[bytes]:
+        no_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        for choice in self.chunk_choices(index, delta):
+            yield event({**self._envelope(self.chunk_object, [choice]), **no_usage})
+
+    def closing(self) -> Iterable[bytes]:
+        if self._include_usage:
+            yield event({**self._envelope(self.chunk_object, []), "usage": self.usage()})
+        yield DONE
+
+    def failure(self, error: Exception) -> Iterable[bytes]:
+        return (event(error_body(error)), DONE)
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        job, model = self.job, self.job.server.client.info.model_name
+        return {"id": f"{self.prefix}-{job.key}", "object": kind, "created": job.created, "model": model, "choices": choices}
 
 
-async def answer(job: Job[D], request: Request, stream: bool, record: RequestRecord, stack: ExitStack) -> Response:
+async def answer(job: Job[D], form: Form[D], request: Request, stream: bool, record: RequestRecord, stack: ExitStack) -> Response:
     """Run `job` for a client. When it leaves, the job is dropped.
 
     Args:
@@ -134,10 +193,9 @@ async def answer(job: Job[D], request: Request, stream: bool, record: RequestRec
     if not client.alive:
         raise EngineDeadError(client.death or "it is gone")
     if stream:
-        return EventStream(_events(job, record), stack.pop_all())
+        return EventStream(_events(job, form, record), stack.pop_all())
     await while_connected(request.receive, _run(job))
-    choices = [job.choice(i) for i in range(len(job.requests))]
-    return json_response({**job.envelope(job.whole_object, choices), "usage": job.usage()})
+    return json_response(form.whole())
 
 
 async def _run(job: Job[D]) -> None:
@@ -146,19 +204,19 @@ async def _run(job: Job[D]) -> None:
             pass
 
 
-async def _events(job: Job[D], record: RequestRecord) -> AsyncGenerator[bytes]:
-    """The stream's events. With usage asked for, every chunk has the field, and the last chunk has it alone (case L01)."""
-    no_usage: dict[str, Any] = {"usage": None} if job.include_usage else {}
+async def _events(job: Job[D], form: Form[D], record: RequestRecord) -> AsyncGenerator[bytes]:
     try:
+        for data in form.opening():
+            yield data
         async with aclosing(job.deltas()) as deltas:
             async for index, delta in deltas:
-                for choice in job.chunk_choices(index, delta):
-                    yield event({**job.envelope(job.chunk_object, [choice]), **no_usage})
-        if job.include_usage:
-            yield event({**job.envelope(job.chunk_object, []), "usage": job.usage()})
+                for data in form.events(index, delta):
+                    yield data
+        for data in form.closing():
+            yield data
     except Exception as error:  # the status line is gone: whatever happened must reach the client as an event
         if not isinstance(error, AbyssalError):
             log.exception("a stream failed")
         record.outcome = "failed"
-        yield event(error_body(error))
-    yield DONE
+        for data in form.failure(error):
+            yield data

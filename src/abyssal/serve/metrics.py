@@ -117,11 +117,16 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("abyssal_sequences_running", "Sequences being computed", stats.num_running)
         yield GaugeMetricFamily("abyssal_sequences_waiting", "Sequences in the queue", stats.num_waiting)
         yield CounterMetricFamily("abyssal_preemptions", "Sequences that gave up their pages", stats.num_preemptions)
+        yield CounterMetricFamily("abyssal_preemptions_swapped", "Of these, copied to the host and back", stats.num_swapped)
         yield CounterMetricFamily("abyssal_engine_steps", "Batches computed", stats.num_steps)
         yield CounterMetricFamily("abyssal_prompt_tokens", "Prompt tokens computed, recomputation included", stats.prompt_tokens)
+        yield CounterMetricFamily(
+            "abyssal_cached_prompt_tokens", "Prompt tokens taken from the prefix cache", stats.cached_tokens
+        )
         yield CounterMetricFamily("abyssal_generation_tokens", "Tokens generated", stats.generation_tokens)
         yield _labelled("abyssal_cache_pages_total", "Cache pages that exist", "bucket", stats.pages_total)
         yield _labelled("abyssal_cache_pages_free", "Cache pages not in use", "bucket", stats.pages_free)
+        yield _labelled("abyssal_cache_pages_reusable", "Free cache pages that hold known prefixes", "bucket", stats.pages_cached)
         yield _labelled("abyssal_cache_page_bytes", "Size of one cache page", "bucket", stats.page_bytes)
         sizes = {bucket: count * stats.page_bytes[bucket] for bucket, count in stats.pages_total.items()}
         yield _labelled("abyssal_cache_bytes_total", "Bytes of all cache pages", "bucket", sizes)

@@ -15,8 +15,9 @@ import uvicorn
 from abyssal.config import EngineConfig, ServerConfig
 from abyssal.errors import ConfigError
 from abyssal.serve.app import create_app
-from abyssal.serve.chat import load_chat_settings
+from abyssal.serve.chat import load_chat_format
 from abyssal.serve.engine_client import EngineClient
+from abyssal.serve.grammar import GrammarCompiler
 from abyssal.tokenizer import Tokenizer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -42,10 +43,14 @@ async def _serve(listener: socket.socket, engine_config: EngineConfig, server_co
     for sig in SIGNALS:
         loop.add_signal_handler(sig, task.cancel)  # while loading
     client = await EngineClient.start(engine_config)
+    grammars = GrammarCompiler(client.info)
     try:
         folder = Path(client.info.model_folder)
         tokenizer = Tokenizer.load(folder, client.info.model_vocab_size)
-        app = create_app(client, tokenizer, server_config, load_chat_settings(folder))
+        chat = load_chat_format(folder, client.info.family)
+        if tokenizer is not None:
+            grammars.start()
+        app = create_app(client, tokenizer, server_config, chat, grammars)
         settings = uvicorn.Config(
             app,
             root_path=server_config.root_path or "",
@@ -62,6 +67,7 @@ async def _serve(listener: socket.socket, engine_config: EngineConfig, server_co
         print(_greeting(listener, client, server_config), flush=True)
         await server.serve(sockets=[listener])
     finally:
+        grammars.close()
         await client.close()
 
 

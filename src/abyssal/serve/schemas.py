@@ -18,9 +18,7 @@ TokenIds = Annotated[
 ]  # an error for each of millions of bad entries would take minutes and gigabytes
 Neutral = dict[str, tuple[Any, ...]]  # field -> values that ask for nothing, beside null
 
-_TEXT_FORMAT = ({"type": "text"},)
 _GENERATION_UNSUPPORTED: Neutral = {
-    "response_format": _TEXT_FORMAT,
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -33,7 +31,6 @@ _GENERATION_UNSUPPORTED: Neutral = {
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "priority": (0,),
-    "cache_salt": (),
     "logits_processors": ([],),
     "return_token_ids": (False,),
 }
@@ -91,6 +88,7 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # for the client's own bookkeeping
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
     @property
     def include_usage(self) -> bool:
@@ -136,21 +134,27 @@ class CompletionBody(GenerationBody):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    unsupported = {**_GENERATION_UNSUPPORTED, "suffix": ("",), "prompt_logprobs": ()}
+    unsupported = {
+        **_GENERATION_UNSUPPORTED,
+        "response_format": ({"type": "text"},),
+        "suffix": ("",),
+        "prompt_logprobs": (),
+    }
 
 
 class PromptOptions(Schema):
-    """How a conversation becomes a prompt; messages and switches are checked where prompts are made."""
+    """What makes a conversation; checked where conversations are made."""
 
     messages: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: Any = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 _CHAT_UNSUPPORTED: Neutral = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -186,8 +190,69 @@ class ChatBody(GenerationBody, PromptOptions):
 class TokenizeBody(Body, PromptOptions):
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    unsupported = {"tools": ([],)}
 
 
 class DetokenizeBody(Body):
     tokens: TokenIds | None = None
+
+
+class MessagesBody(Body):
+    """Anthropic's body; the parts of conversations are checked where conversations are made."""
+
+    max_tokens: int | None = None
+    messages: Any = None
+    system: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    thinking: Any = None
+    output_config: Any = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None  # for the client's own bookkeeping
+    cache_control: Any = None  # nothing to do: what can be reused is
+    unsupported = {
+        "service_tier": ("auto", "standard_only"),
+        "container": (),
+        "mcp_servers": ([],),
+        "context_management": (),
+        "inference_geo": (),
+    }
+
+
+class ResponsesBody(Body):
+    """OpenAI's newer body; the parts of conversations are checked where conversations are made."""
+
+    input: Any = None
+    instructions: str | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: Any = None
+    reasoning: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None  # nothing is stored, whatever it says
+    include: list[str] | None = None  # what it asks for is there or does not exist
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    unsupported = {
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "service_tier": ("auto", "default"),
+        "max_tool_calls": (),
+        "top_logprobs": (0,),
+        "prompt": (),
+        "context_management": (),
+    }

@@ -38,6 +38,11 @@ def event(content: Any) -> bytes:
     return b"data: " + encode_json(content) + b"\n\n"
 
 
+def named_event(name: str, content: Any) -> bytes:
+    """One server-sent event with a name."""
+    return b"event: " + name.encode() + b"\n" + event(content)
+
+
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Result of `work`; a client that leaves before cancels it.
 

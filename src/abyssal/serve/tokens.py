@@ -7,7 +7,8 @@ from fastapi import Request, Response
 from abyssal.engine.request import check_ids
 from abyssal.errors import RequestError
 from abyssal.serve.body import read_body
-from abyssal.serve.chat_completions import encode_conversation
+from abyssal.serve.chat_completions import conversation_of
+from abyssal.serve.chat_job import encode
 from abyssal.serve.context import server_of
 from abyssal.serve.schemas import DetokenizeBody, TokenizeBody
 from abyssal.serve.streams import json_response
@@ -23,7 +24,7 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is None:
         if body.add_special_tokens is not None:
             raise RequestError("add_special_tokens goes with prompt; a conversation has its own", param="add_special_tokens")
-        _, ids = await encode_conversation(server, body)
+        ids = await encode(server, conversation_of(server, body))
     else:
         ids = await server.encode_prompt(body.prompt, body.add_special_tokens is not False)
     return json_response({"tokens": ids, "count": len(ids), "max_model_len": server.client.info.max_model_len})

@@ -1,11 +1,14 @@
 # mypy: allow-untyped-defs, no-check-untyped-defs, disable-error-code="assignment, misc"
-"""One mixing site in one launch: expand of the site before, coefficients, Sinkhorn, collapse and RMSNorm of this one.
+"""A mixing site in one or two launches: expand of the site before, coefficients, Sinkhorn, collapse and RMSNorm of this one.
 
-A program owns `block_tokens` tokens and one slice of the hidden dimension, of all four streams. The programs of one token block form
-a group: each writes its part of the sums over the hidden dimension, they wait for each other, and each finishes its own slice, whose
-streams it still holds. One hand-over is enough, because with G[j, k] = sum_d h[j] h[k] the norm of the collapsed vector is known from
-the same sums: sum_d (sum_j pre[j] h[j])^2 = sum_jk pre[j] pre[k] G[j, k]. Where `pre` comes from the site before (V4.1) the
-sum of squares is taken directly.
+One launch, for few tokens: a program owns `block_tokens` tokens and one slice of the hidden dimension, of all four streams. The
+programs of one token block form a group: each writes its part of the sums over the hidden dimension, they wait for each other, and
+each finishes its own slice, whose streams it still holds. One hand-over is enough, because with G[j, k] = sum_d h[j] h[k] the norm
+of the collapsed vector is known from the same sums: sum_d (sum_j pre[j] h[j])^2 = sum_jk pre[j] pre[k] G[j, k]. Where `pre` comes
+from the site before (V4.1) the sum of squares is taken directly.
+
+Two launches, for many tokens: the first expands and projects, the second has one program per token, that collapses and normalises,
+and beside them some that compute the coefficients of a block of tokens.
 
 Coefficients are at least as exact as fp32 weights times bf16 streams in TF32, at the same traffic: a weight is kept as the sum
 of two bf16 numbers (16 bits of mantissa, TF32 has 11), and bf16 streams are exact operands of the tensor cores.
@@ -13,6 +16,7 @@ of two bf16 numbers (16 bits of mantissa, TF32 has 11), and bf16 streams are exa
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,13 +25,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from abyssal.ops._aot import AotCase
+from abyssal.ops._aot import BLACKWELL, HOPPER, AotCase
 from abyssal.ops.hyper_connection import MixWeights, Site
 
 STREAMS = 4
 # One token's row of partial sums: comb at 0, post at 16, pre at 20; from 24 with the site's own pre G 00, 11, 22, 33, 01, 02, 03,
-# 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2.
+# 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2; in two launches sum z^2 only.
 ROW = tl.constexpr(40)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -57,19 +62,18 @@ class KernelWeights:
         )
 
 
-# Up to so many tokens: block_tokens, block_hidden, steps, warps.
+# Up to so many tokens: one launch, block_tokens, block_hidden, warps, stages, registers per thread.
 LAUNCHES = (
-    (2, 2, 32, 1, 4),
-    (8, 8, 64, 1, 4),
-    (64, 16, 128, 1, 4),
-    (256, 32, 128, 1, 8),
-    (1 << 31, 64, 64, 4, 8),
+    (2, True, 1, 32, 4, 2, 255),
+    (8, True, 8, 64, 4, 2, 255),
+    (128, False, 16, 128, 4, 2, 255),
+    (1 << 31, False, 64, 32, 4, 3, 255),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """`splits * steps * block_hidden` is the hidden size; a group is `splits` programs."""
+    """`splits * steps * block_hidden` is the hidden size; a group is `splits` programs. One launch has one step."""
 
     block_tokens: int
     block_hidden: int
@@ -77,29 +81,50 @@ class LaunchConfig:
     steps: int
     num_warps: int
     num_stages: int
-    one_launch: bool  # the programs of a group wait for each other; otherwise the second half is a launch of its own
-    ticket: bool  # programs take their number when they start: no program waits for one that could not start
+    registers: int  # per thread at most
+    one_launch: bool
+    early_start: bool = True  # the kernel starts before the one ahead of it has ended, and waits for it after its prologue
+
+    def programs(self, tokens: int) -> int:
+        return triton.cdiv(tokens, self.block_tokens) * self.splits
+
+    def resident(self, num_sms: int) -> int:
+        """Programs that run at the same time on `num_sms` multiprocessors of 65536 registers."""
+        return num_sms * (65536 // (32 * self.num_warps * -(-self.registers // 8) * 8))
 
     def partial_rows(self, tokens: int) -> int:
         """Rows of partial sums that a launch needs in the hand-over state."""
-        return triton.cdiv(tokens, self.block_tokens) * self.splits * self.block_tokens
+        return self.programs(tokens) * self.block_tokens
 
 
 def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = True) -> LaunchConfig:
-    """Few tokens: one step, all slices of the hidden dimension at once. Many: larger blocks, that read the weights less often."""
-    block_tokens, block_hidden, steps, num_warps = next(row[1:] for row in LAUNCHES if tokens <= row[0])
-    block_tokens = min(block_tokens, triton.next_power_of_2(tokens))
-    while hidden % block_hidden:
-        block_hidden //= 2
-    if block_hidden < 16:
+    """One launch where it may and all its programs run at the same time; otherwise two, in as few waves as the token count allows."""
+    if hidden % 16:
         raise ValueError(f"hidden size {hidden} is no multiple of 16: this kernel does not support it; use the reference backend")
+    for limit, single, block_tokens, block_hidden, num_warps, num_stages, registers in LAUNCHES:
+        block_hidden = min(block_hidden, hidden & -hidden)
+        block_tokens = min(block_tokens, triton.next_power_of_2(tokens))
+        if single and one_launch and tokens <= limit:
+            splits = hidden // block_hidden
+            config = LaunchConfig(block_tokens, block_hidden, splits, 1, num_warps, num_stages, registers, True)
+            if config.programs(tokens) <= config.resident(num_sms):
+                return config
+        if not single and tokens <= limit:
+            return two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
+    raise AssertionError("the last row covers every token count")
+
+
+def two_launches(
+    tokens: int, hidden: int, num_sms: int, block_tokens: int, block_hidden: int, num_warps: int, num_stages: int, registers: int
+) -> LaunchConfig:
+    """The splits that take the least time, where a program's start and end cost about as much as two steps."""
     slices = hidden // block_hidden
-    steps = min(s for s in range(1, slices + 1) if slices % s == 0 and (s >= steps or s == slices))
-    splits = slices // steps
-    # 4 warps: two programs fit on a multiprocessor whatever their registers; 8 warps: one.
-    resident = num_sms * (2 if num_warps == 4 else 1)
-    ticket = triton.cdiv(tokens, block_tokens) * splits > resident
-    return LaunchConfig(block_tokens, block_hidden, splits, steps, num_warps, 2, one_launch and splits > 1, ticket)
+    configs = [
+        LaunchConfig(block_tokens, block_hidden, splits, slices // splits, num_warps, num_stages, registers, False)
+        for splits in range(1, min(slices, 64) + 1)
+        if slices % splits == 0
+    ]
+    return min(configs, key=lambda c: triton.cdiv(c.programs(tokens), c.resident(num_sms)) * (c.steps + 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,26 +136,31 @@ class HandoverState:
 
     partials: Tensor  # fp32 [rows, ROW]
     arrivals: Tensor  # int32 [token blocks]: bit 31 flips when all programs of a group have arrived, the lower bits return to 0
-    ticket: Tensor  # int32 [1]
 
     @classmethod
     def allocate(cls, max_tokens: int, hidden: int, device: torch.device | str, num_sms: int | None = None) -> HandoverState:
         """For launches of up to `max_tokens` tokens with the configs of `launch_config`."""
         num_sms = num_sms or sm_count(torch.device(device))
-        sizes = {min(max_tokens, size) for limit, *_ in LAUNCHES for size in (limit, max_tokens)}
-        rows = max(launch_config(size, hidden, num_sms).partial_rows(size) for size in sizes)
+        sizes = {
+            min(size, max_tokens) for size in (*range(1, 129), *range(128, max_tokens + 64, 64))
+        }  # beyond 128 in whole blocks
+        rows = max(launch_config(n, hidden, num_sms, one).partial_rows(n) for n in sizes for one in (True, False))
         return cls.of_size(rows, max_tokens, device)
 
     @classmethod
     def of_size(cls, rows: int, groups: int, device: torch.device | str) -> HandoverState:
         partials = torch.empty(rows, ROW.value, dtype=torch.float32, device=device)
-        arrivals = torch.zeros(groups, dtype=torch.int32, device=device)
-        return cls(partials, arrivals, torch.zeros(1, dtype=torch.int32, device=device))
+        return cls(partials, torch.zeros(groups, dtype=torch.int32, device=device))
 
 
 @lru_cache(maxsize=8)
 def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@lru_cache(maxsize=8)
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER // 10
 
 
 def site(
@@ -175,16 +205,37 @@ def site(
             f"{config.partial_rows(tokens)} and {groups}: allocate it for more tokens"
         )
     kind = "expand" if expanded else "streams" if source.dim() == 3 else "embedding"
-    for phase in ("whole",) if config.one_launch or config.splits == 1 else ("sums", "finish"):
-        hyper_connection_site[(groups * config.splits,)](
-            source, out, post, comb, pre,
-            *((weights.fn, weights.base, weights.scale) if weights is not None else (None, None, None)),
-            norm_weight, streams, x, new_pre, new_post, new_comb, mean,
-            state.partials, state.arrivals, state.ticket,
-            tokens, rms_eps, eps,
-            D=hidden, SOURCE=kind, ROWS=rows, OWN_PRE=pre is None, MEAN=with_mean, PHASE=phase, ITERATIONS=iterations,
-            **_constants(config), num_warps=config.num_warps, num_stages=config.num_stages,
+    fn, base, scale = (weights.fn, weights.base, weights.scale) if weights is not None else (None, None, None)
+    launch = {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "maxnreg": config.registers,
+        "launch_pdl": config.early_start,
+    }
+    constants = {
+        "D": hidden,
+        "SOURCE": kind,
+        "ROWS": rows,
+        "OWN_PRE": pre is None,
+        "MEAN": with_mean,
+    }
+    if config.one_launch:
+        hyper_connection_site[(config.programs(tokens),)](
+            source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, new_pre, new_post, new_comb, mean,
+            state.partials, state.arrivals, tokens, rms_eps, eps,
+            ITERATIONS=iterations, **constants, **_site_constants(config), **launch,
         )  # fmt: skip
+        return result
+    hyper_connection_project[(config.programs(tokens),)](
+        source, out, post, comb, pre, fn, streams, x, mean, state.partials, tokens,
+        HOLD=is_hopper(source.device), **constants, **_project_constants(config), **launch,
+    )  # fmt: skip
+    finish = _finish_constants(config, hidden)
+    coefficient_programs = triton.cdiv(tokens, finish["OWNED"]) if rows else 0
+    hyper_connection_finish[(coefficient_programs + tokens,)](
+        state.partials, base, scale, norm_weight, streams, x, new_pre, new_post, new_comb, tokens, rms_eps, eps,
+        D=hidden, ROWS=rows, OWN_PRE=pre is None, ITERATIONS=iterations, **finish, num_warps=4, launch_pdl=config.early_start,
+    )  # fmt: skip
     return result
 
 
@@ -204,16 +255,31 @@ def expand(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return new
 
 
-def _constants(config: LaunchConfig) -> dict[str, Any]:
+def _site_constants(config: LaunchConfig) -> dict[str, Any]:
     return {
         "BT": config.block_tokens,
         "BD": config.block_hidden,
         "SPLITS": config.splits,
-        "STEPS": config.steps,
         "OWNED": triton.next_power_of_2(triton.cdiv(config.block_tokens, config.splits)),
         "CHUNK": max(1, min(triton.next_power_of_2(config.splits), 32 * config.num_warps // config.block_tokens)),
         "CHUNK_OWNED": min(triton.next_power_of_2(config.splits), 64),
-        "TICKET": config.ticket and config.one_launch,
+    }
+
+
+def _project_constants(config: LaunchConfig) -> dict[str, Any]:
+    names = {"BT": config.block_tokens, "BD": config.block_hidden, "SPLITS": config.splits, "STEPS": config.steps}
+    return names | {"STAGES": config.num_stages, "WIDE": config.num_warps == 8 and config.block_tokens == 64}
+
+
+def _finish_constants(config: LaunchConfig, hidden: int) -> dict[str, Any]:
+    chunk = triton.next_power_of_2(config.splits)
+    return {
+        "BT": config.block_tokens,
+        "BD": min(1024, triton.next_power_of_2(hidden)),
+        "SPLITS": config.splits,
+        "OWNED": max(1, min(config.block_tokens, 32, 128 // chunk)),  # so that reading the partial sums takes little time
+        "CHUNK": chunk,
+        "CHUNK_OWNED": chunk,
     }
 
 
@@ -272,6 +338,41 @@ def _store_each(to, values, stride, mask):
 
 
 @triton.jit
+def _begin():
+    """Let the next kernel start beside this one, up to its own `_wait_for_inputs`."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _wait_for_inputs():
+    """Until the kernel before has finished: what precedes reads parameters only."""
+    if not INTERPRETED:
+        gdc_wait()
+
+
+@triton.jit
+def _load_old(post, comb, local, mask):
+    """post and comb, row-major, of the site before: 4 and 16 tensors [BT, 1]."""
+    values = ()
+    for j in tl.static_range(4):
+        values = values + _load4(comb, local[:, None] * 16 + 4 * j, 1, mask)
+    return _load4(post, local[:, None] * 4, 1, mask), values
+
+
+@triton.jit
+def _squares(n):
+    f = _floats(n)
+    return (f[0] * f[0] + f[1] * f[1]) + (f[2] * f[2] + f[3] * f[3])
+
+
+@triton.jit
+def _mean(n):
+    f = _floats(n)
+    return (((f[0] + f[1]) + (f[2] + f[3])) * 0.25).to(tl.bfloat16)
+
+
+@triton.jit
 def _floats(values):
     floats = ()
     for k in tl.static_range(len(values)):
@@ -280,33 +381,41 @@ def _floats(values):
 
 
 @triton.jit
-def _expand(h, out, post, comb):
+def _expand(h, out, post, comb, HOLD: tl.constexpr):
     """new[k] = post[k] out + sum_j comb[j, k] h[j], rounded to bf16 (V4 spec 2.3)."""
     h, out, new = _floats(h), out.to(tl.float32), ()
     for k in tl.static_range(4):
         value = post[k] * out
         for j in tl.static_range(4):
-            value += comb[4 * j + k] * h[j]
-        new = new + (value.to(tl.bfloat16),)
+            value = tl.fma(comb[4 * j + k], h[j], value)
+        new = new + (_hold(value.to(tl.bfloat16), HOLD),)
     return new
+
+
+@triton.jit
+def _hold(value, HOLD: tl.constexpr):
+    """The value, in a form that the compiler does not compute again in every layout in which it is used, as it does on Hopper."""
+    if HOLD and not INTERPRETED:
+        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.bfloat16, is_pure=False, pack=2)
+    return value
 
 
 @triton.jit
 def _collapse(n, pre):
     """x = sum_k pre[k] n[k], rounded to bf16 (V4 spec 2.2, step 8)."""
     n = _floats(n)
-    x = (pre[0][:, None] * n[0] + pre[1][:, None] * n[1]) + (pre[2][:, None] * n[2] + pre[3][:, None] * n[3])
+    x = pre[0] * n[0]
+    for k in tl.static_range(1, 4):
+        x = tl.fma(pre[k], n[k], x)
     return x.to(tl.bfloat16)
 
 
 @triton.jit
-def _project(sums, n, high, low, mask):
+def _project(sums, n, high, low):
     """sums[k] [BT, 32] += n[k] fn[k]^T over the columns at hand: one sum per stream, because a chain of products waits on itself."""
     new = ()
     for k in tl.static_range(4):
-        # The selection changes nothing, but keeps the compiler from moving all loads into the layout of the product.
-        z = tl.where(mask, n[k], 0.0)
-        new = new + (tl.dot(z, low[k], tl.dot(z, high[k], sums[k])),)
+        new = new + (tl.dot(n[k], low[k], tl.dot(n[k], high[k], sums[k])),)
     return new
 
 
@@ -422,7 +531,7 @@ def _sum_splits(
     row = first_row + element // COLUMNS
     at = row * ROW + first_column + element % COLUMNS
     tile = tl.zeros((CHUNK, ROWS * COLUMNS), tl.float32)
-    for first in range(0, SPLITS, CHUNK):
+    for first in tl.static_range(0, SPLITS, CHUNK):
         split = first + tl.arange(0, CHUNK)
         mask = (row < rows)[None, :] & (split < SPLITS)[:, None]
         tile += tl.load(partials + split[:, None] * (STRIDE * ROW) + at[None, :], mask=mask, other=0.0)
@@ -449,7 +558,7 @@ def _hand_over(arrivals, split, SPLITS: tl.constexpr):
 @triton.jit
 def _coefficients(
     partials, base, scale, pre_out, post_out, comb_out, first_row, rows, rms_eps, eps,
-    D: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, ITERATIONS: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr, ITERATIONS: tl.constexpr,
     BT: tl.constexpr, SPLITS: tl.constexpr, OWNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """pre, post and comb of the tokens that this program owns (V4 spec 2.2, steps 2 to 7)."""
@@ -457,8 +566,7 @@ def _coefficients(
     local = first_row + tl.arange(0, OWNED)
     valid = local < rows
     sums = _sum_splits(partials, first_row, rows, 0, OWNED, 32, BT, SPLITS, CHUNK)
-    last_square: tl.constexpr = 27 if OWN_PRE else 24
-    squares = tl.sum(tl.where(((column >= 24) & (column <= last_square))[None, :], sums, 0.0), axis=1)
+    squares = tl.sum(tl.where(((column >= 24) & (column < 24 + SQUARES))[None, :], sums, 0.0), axis=1)
     rstd = 1.0 / tl.sqrt(squares / (4 * D) + rms_eps)
     first: tl.constexpr = 24 - ROWS
     has = (column >= first) & (column < 24)
@@ -470,6 +578,21 @@ def _coefficients(
     if ROWS == 24:
         tl.store(post_out + at - 16, gates * 2.0, mask=valid[:, None] & ((column >= 16) & (column < 20))[None, :])
         _store_each(comb_out + local * 16, _sinkhorn(raw, eps, ITERATIONS), 1, valid)
+
+
+@triton.jit
+def _own_gates(
+    row, base, scale, rms_eps, eps, D: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """One token's rows of partial sums -> its pre, 4 scalars."""
+    split, pre = tl.arange(0, CHUNK), ()
+    column = _load4(row + 20, split * (BT * ROW), 1, split < SPLITS)
+    squares = tl.sum(tl.load(row + 24 + split * (BT * ROW), mask=split < SPLITS, other=0.0))
+    rstd = 1.0 / tl.sqrt(squares / (4 * D) + rms_eps)
+    for k in tl.static_range(4):
+        raw = tl.sum(column[k]) * rstd
+        pre = pre + (tl.sigmoid(raw * tl.load(scale + (ROWS - 4 + k)) + tl.load(base + (ROWS - 4 + k))) + eps,)
+    return pre
 
 
 @triton.jit
@@ -497,121 +620,240 @@ def hyper_connection_expand(source, out, post, comb, streams, D: tl.constexpr, B
     old_post, old_comb = _load4(post, token * 4, 1, None), ()
     for j in tl.static_range(4):
         old_comb = old_comb + _load4(comb, token * 16 + 4 * j, 1, None)
-    new = _expand(h, tl.load(out + token * D + d), old_post, old_comb)
+    new = _expand(h, tl.load(out + token * D + d), old_post, old_comb, False)
     _store_each(streams + token * (4 * D) + d, new, D, None)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def hyper_connection_site(
     source, out, post, comb, pre, fn, base, scale, norm_weight,
-    streams, x, pre_out, post_out, comb_out, mean, partials, arrivals, ticket, tokens, rms_eps, eps,
-    D: tl.constexpr, SOURCE: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, MEAN: tl.constexpr, PHASE: tl.constexpr,
-    ITERATIONS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, OWNED: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr, TICKET: tl.constexpr,
+    streams, x, pre_out, post_out, comb_out, mean, partials, arrivals, tokens, rms_eps, eps,
+    D: tl.constexpr, SOURCE: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, MEAN: tl.constexpr,
+    ITERATIONS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, OWNED: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: token blocks x SPLITS, the programs of a token block side by side."""
-    pid = tl.program_id(0)
-    if TICKET:
-        pid = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
-        if pid == tl.num_programs(0) - 1:
-            tl.store(ticket, 0)
-    group, split = pid // SPLITS, pid % SPLITS
+    """The whole site. Grid: token blocks x SPLITS, the programs of a token block side by side."""
+    _begin()
+    group, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     start = (group * BT).to(tl.int64)  # offsets within the block stay 32 bit
     left = tokens - group * BT
     local = tl.arange(0, BT)
     valid = local < left
     mask = valid[:, None]
+    partials += start * (SPLITS * ROW)
+    d = split * BD + tl.arange(0, BD)
+    at = local[:, None] * (4 * D) + d[None, :]
+    x_at = local[:, None] * D + d[None, :]
+    x += start * D
+
+    coefficient = tl.arange(0, 32)
+    first: tl.constexpr = 24 - ROWS
+    if ROWS > 0:
+        has = ((coefficient >= first) & (coefficient < 24))[None, :]
+        weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
+        high = _load4(fn, weight_at, D, has)
+        low = _load4(fn + ROWS * 4 * D, weight_at, D, has)
+    norm = tl.load(norm_weight + d)[None, :]
+    _wait_for_inputs()
+    if SOURCE == "embedding":
+        e = tl.load(source + start * D + x_at, mask=mask, other=0.0)
+        n = (e, e, e, e)
+    else:
+        n = _load4(source + start * (4 * D), at, D, mask)
+    if SOURCE == "expand":
+        old_post, old_comb = _load_old(post + start * 4, comb + start * 16, local, mask)
+        n = _expand(n, tl.load(out + start * D + x_at, mask=mask, other=0.0), old_post, old_comb, True)
+    if SOURCE != "streams":
+        _store_each(streams + start * (4 * D) + at, n, D, mask)
+    row = partials + (split * BT + local)[:, None] * ROW
+    if ROWS > 0:
+        none = tl.zeros((BT, 32), tl.float32)
+        products = _project((none, none, none, none), n, high, low)
+        products = (products[0] + products[1]) + (products[2] + products[3])
+        tl.store(row + coefficient[None, :], products, mask=mask & (coefficient < 24)[None, :])
+    if OWN_PRE:
+        sums = _gram(n)
+    else:
+        y = _collapse(n, _load4(pre + start * 4, local[:, None] * 4, 1, mask))
+        f = y.to(tl.float32)
+        sums = tl.join(tl.sum(_squares(n), axis=1), tl.sum(f * f, axis=1))
+    tl.store(row + 24 + tl.arange(0, 16 if OWN_PRE else 2)[None, :], sums, mask=mask)
+    if MEAN:
+        tl.store(mean + start * D + x_at, _mean(n), mask=mask)
+
+    if SPLITS > 1:
+        _hand_over(arrivals + group, split, SPLITS)
+    else:
+        tl.debug_barrier()
+
+    if OWN_PRE:
+        totals = _sum_splits(partials, 0, left, 20, BT, 16, BT, SPLITS, CHUNK)
+        own, factor = _own_pre(totals, base, scale, rms_eps, eps, D, ROWS)
+        y = _collapse(n, (own[0][:, None], own[1][:, None], own[2][:, None], own[3][:, None]))
+    else:
+        totals = _sum_splits(partials, 0, left, 25, BT, 1, BT, SPLITS, CHUNK)
+        factor = 1.0 / tl.sqrt(tl.sum(totals, axis=1) / D + rms_eps)
+    normed = y.to(tl.float32) * factor[:, None] * norm
+    tl.store(x + x_at, normed.to(tl.bfloat16), mask=mask)
+    if ROWS == 24:
+        post_out += start * 4
+        comb_out += start * 16
+    if ROWS > 0 and split * OWNED < BT:
+        _coefficients(
+            partials, base, scale, pre_out + start * 4, post_out, comb_out, split * OWNED, tl.minimum(left, BT),
+            rms_eps, eps, D, ROWS, 4 if OWN_PRE else 1, ITERATIONS, BT, SPLITS, OWNED, CHUNK_OWNED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def hyper_connection_project(
+    source, out, post, comb, pre, fn, streams, x, mean, partials, tokens,
+    D: tl.constexpr, SOURCE: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, MEAN: tl.constexpr,
+    HOLD: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """First of two launches: streams, partial sums of the raw coefficients and of z^2, and with a given pre the collapsed vector.
+
+    Grid: token blocks x SPLITS, the programs of a token block side by side; STEPS slices of BD columns each.
+    """
+    _begin()
+    _wait_for_inputs()
+    group, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    start = (group * BT).to(tl.int64)
+    local = tl.arange(0, BT)
+    valid = local < tokens - group * BT
+    mask = valid[:, None]
+    source += start * (D if SOURCE == "embedding" else 4 * D)
     streams += start * (4 * D)
     x += start * D
     partials += start * (SPLITS * ROW)
-    column = split * (STEPS * BD) + tl.arange(0, BD)
-    y = tl.zeros((BT, BD), tl.bfloat16)
-    n = (y, y, y, y)
+    if SOURCE == "expand":
+        out += start * D
+        old_post, old_comb = _load_old(post + start * 4, comb + start * 16, local, mask)
     if not OWN_PRE:
-        given = _load4(pre + start * 4, local * 4, 1, valid)
-
-    if PHASE != "finish":
+        given = _load4(pre + start * 4, local[:, None] * 4, 1, mask)
+    # The high halves of the weights make columns 0 to 31 of the product, the low ones 32 to 63.
+    column = tl.arange(0, 64) % 32
+    first: tl.constexpr = 24 - ROWS
+    has = ((column >= first) & (column < 24))[None, :]
+    fn_row = (tl.arange(0, 64) // 32 * ROWS + column - first) * (4 * D)
+    k_at = tl.arange(0, 4 * BD) // BD * D + tl.arange(0, 4 * BD) % BD
+    products = tl.zeros((BT, 64), tl.float32)
+    squares = tl.zeros((BT,), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        d = (split * STEPS + step) * BD + tl.arange(0, BD)
+        at = local[:, None] * (4 * D) + d[None, :]
+        x_at = local[:, None] * D + d[None, :]
+        if SOURCE == "embedding":
+            e = tl.load(source + x_at, mask=mask, other=0.0)
+            n = (e, e, e, e)
+        else:
+            n = _load4(source, at, D, mask)
         if SOURCE == "expand":
-            old_post = _load4(post + start * 4, local[:, None] * 4, 1, mask)
-            old_comb = ()
-            for j in tl.static_range(4):
-                old_comb = old_comb + _load4(comb + start * 16, local[:, None] * 16 + 4 * j, 1, mask)
-        none = tl.zeros((BT, 32), tl.float32)
-        products = (none, none, none, none)
-        sums = tl.zeros((BT, 16 if OWN_PRE else 2), tl.float32)
-        coefficient = tl.arange(0, 32)
-        first: tl.constexpr = 24 - ROWS
-        has = (coefficient >= first) & (coefficient < 24)
-        for step in range(STEPS):
-            d = column + step * BD
-            at = local[:, None] * (4 * D) + d[None, :]
-            if ROWS > 0:
-                weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
-                high = _load4(fn, weight_at, D, has[None, :])
-                low = _load4(fn + ROWS * 4 * D, weight_at, D, has[None, :])
-            if SOURCE == "embedding":
-                e = tl.load(source + start * D + local[:, None] * D + d[None, :], mask=mask, other=0.0)
-                n = (e, e, e, e)
-            else:
-                n = _load4(source + start * (4 * D), at, D, mask)
-            if SOURCE == "expand":
-                n = _expand(
-                    n, tl.load(out + start * D + local[:, None] * D + d[None, :], mask=mask, other=0.0), old_post, old_comb
-                )
-            if SOURCE != "streams":
-                _store_each(streams + at, n, D, mask)
-            if ROWS > 0:
-                products = _project(products, n, high, low, mask)
-            if OWN_PRE:
-                sums += _gram(n)
-            else:
-                f = _floats(n)
-                squares = (f[0] * f[0] + f[1] * f[1]) + (f[2] * f[2] + f[3] * f[3])
-                y = _collapse(n, given)
-                sums += tl.join(tl.sum(squares, axis=1), tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1))
-                if PHASE == "sums" or STEPS > 1:
-                    tl.store(x + local[:, None] * D + d[None, :], y, mask=mask)
-            if MEAN:
-                f = _floats(n)
-                average = ((f[0] + f[1]) + (f[2] + f[3])) * 0.25
-                tl.store(mean + start * D + local[:, None] * D + d[None, :], average.to(tl.bfloat16), mask=mask)
-        row = partials + (split * BT + local)[:, None] * ROW
+            n = _expand(n, tl.load(out + x_at, mask=mask, other=0.0), old_post, old_comb, HOLD)
+        if SOURCE != "streams":
+            _store_each(streams + at, n, D, mask)
         if ROWS > 0:
-            acc = (products[0] + products[1]) + (products[2] + products[3])
-            tl.store(row + coefficient[None, :], acc, mask=mask & (coefficient < 24)[None, :])
-        tl.store(row + 24 + tl.arange(0, 16 if OWN_PRE else 2)[None, :], sums, mask=mask)
+            if WIDE:
+                weights = tl.load(fn + fn_row[None, :] + (k_at + (split * STEPS + step) * BD)[:, None], mask=has, other=0.0)
+                z = tl.join(tl.join(n[0], n[2]), tl.join(n[1], n[3]))
+                products = tl.dot(tl.reshape(tl.permute(z, (0, 2, 3, 1)), (BT, 4 * BD)), weights, products)
+            else:
+                weights = _load4(fn, fn_row[None, :] + d[:, None], D, has)
+                for k in tl.static_range(4):
+                    products = tl.dot(n[k], weights[k], products)
+            squares += tl.sum(_squares(n), axis=1)
+        if not OWN_PRE:
+            tl.store(x + x_at, _collapse(n, given), mask=mask)
+        if MEAN:
+            tl.store(mean + start * D + x_at, _mean(n), mask=mask)
+    if ROWS > 0:
+        row = partials + (split * BT + local) * ROW
+        coefficient = tl.arange(0, 32)
+        raw = tl.sum(tl.reshape(products, (BT, 2, 32)), axis=1)
+        tl.store(row[:, None] + coefficient[None, :], raw, mask=mask & (coefficient < 24)[None, :])
+        tl.store(row + 24, squares, mask=valid)
 
-    if PHASE == "whole":
-        if SPLITS > 1:
-            _hand_over(arrivals + group, split, SPLITS)
-        else:
-            tl.debug_barrier()
 
-    if PHASE != "sums":
-        if OWN_PRE:
-            totals = _sum_splits(partials, 0, left, 20, BT, 16, BT, SPLITS, CHUNK)
-            given, factor = _own_pre(totals, base, scale, rms_eps, eps, D, ROWS)
+@triton.jit
+def _finish_token(
+    partials, base, scale, norm_weight, streams, x, token, rms_eps, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Collapse, or with a given pre what the first launch collapsed, and norm (V4 spec 2.2, step 8)."""
+    steps: tl.constexpr = (D + BD - 1) // BD
+    d, y = tl.arange(0, BD), ()
+    if OWN_PRE:
+        streams += token.to(tl.int64) * (4 * D)
+        n = ()
+        for step in tl.static_range(steps):
+            n = n + (_load4(streams, step * BD + d, D, step * BD + d < D),)
+        row = ((token // BT * BT).to(tl.int64) * SPLITS + token % BT) * ROW
+        pre = _own_gates(partials + row, base, scale, rms_eps, eps, D, ROWS, BT, SPLITS, CHUNK)
+        for step in tl.static_range(steps):
+            y = y + (_collapse(n[step], pre).to(tl.float32),)
+    x += token.to(tl.int64) * D
+    squares = tl.zeros((BD,), tl.float32)
+    for step in tl.static_range(steps):
+        if not OWN_PRE:
+            y = y + (tl.load(x + step * BD + d, mask=step * BD + d < D, other=0.0).to(tl.float32),)
+        squares += y[step] * y[step]
+    factor = 1.0 / tl.sqrt(tl.sum(squares) / D + rms_eps)
+    for step in tl.static_range(steps):
+        mask = step * BD + d < D
+        normed = y[step] * factor * tl.load(norm_weight + step * BD + d, mask=mask, other=0.0)
+        tl.store(x + step * BD + d, normed.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def hyper_connection_finish(
+    partials, base, scale, norm_weight, streams, x, pre_out, post_out, comb_out, tokens, rms_eps, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, ITERATIONS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    SPLITS: tl.constexpr, OWNED: tl.constexpr, CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr,
+):  # fmt: skip
+    """Second of two launches. Grid: with weights one program per OWNED tokens for their coefficients; then one per token for its x.
+
+    The last tokens come first: the L2 still holds their streams.
+    """
+    _begin()
+    _wait_for_inputs()
+    pid = tl.program_id(0)
+    if ROWS == 0:
+        _finish_token(
+            partials,
+            base,
+            scale,
+            norm_weight,
+            streams,
+            x,
+            tokens - 1 - pid,
+            rms_eps,
+            eps,
+            D,
+            ROWS,
+            OWN_PRE,
+            BT,
+            BD,
+            SPLITS,
+            CHUNK,
+        )
+    else:
+        blocks = tl.cdiv(tokens, OWNED)
+        if pid >= blocks:
+            token = tokens - 1 - (pid - blocks)
+            _finish_token(
+                partials, base, scale, norm_weight, streams, x, token, rms_eps, eps, D, ROWS, OWN_PRE, BT, BD, SPLITS, CHUNK
+            )
         else:
-            totals = _sum_splits(partials, 0, left, 25, BT, 1, BT, SPLITS, CHUNK)
-            factor = 1.0 / tl.sqrt(tl.sum(totals, axis=1) / D + rms_eps)
-        for step in range(STEPS):
-            d = column + step * BD
-            at = local[:, None] * D + d[None, :]
-            if OWN_PRE:
-                if PHASE == "finish" or STEPS > 1:
-                    n = _load4(streams, local[:, None] * (4 * D) + d[None, :], D, mask)
-                y = _collapse(n, given)
-            elif PHASE == "finish" or STEPS > 1:
-                y = tl.load(x + at, mask=mask, other=0.0)
-            normed = y.to(tl.float32) * factor[:, None] * tl.load(norm_weight + d)[None, :]
-            tl.store(x + at, normed.to(tl.bfloat16), mask=mask)
-        if ROWS == 24:
-            post_out += start * 4
-            comb_out += start * 16
-        if ROWS > 0 and split * OWNED < BT:
+            block = pid * OWNED // BT * BT
+            start = block.to(tl.int64)
+            if ROWS == 24:
+                post_out += start * 4
+                comb_out += start * 16
             _coefficients(
-                partials, base, scale, pre_out + start * 4, post_out, comb_out, split * OWNED, tl.minimum(left, BT),
-                rms_eps, eps, D, ROWS, OWN_PRE, ITERATIONS, BT, SPLITS, OWNED, CHUNK_OWNED,
+                partials + start * (SPLITS * ROW), base, scale, pre_out + start * 4, post_out, comb_out,
+                pid * OWNED - block, tl.minimum(tokens - block, BT),
+                rms_eps, eps, D, ROWS, 1, ITERATIONS, BT, SPLITS, OWNED, CHUNK_OWNED,
             )  # fmt: skip
 
 
@@ -620,48 +862,34 @@ def aot_cases() -> list[AotCase]:
     types = {name: "*fp32" for name in ("post", "comb", "pre", "base", "scale", "norm_weight", "partials")}
     types |= {name: "*fp32" for name in ("pre_out", "post_out", "comb_out")}
     types |= {name: "*bf16" for name in ("source", "out", "fn", "streams", "x", "mean")}
-    types |= {"arrivals": "*i32", "ticket": "*i32", "tokens": "i32", "rms_eps": "fp32", "eps": "fp32"}
-    sites = [
-        ("expand", 24, own, hidden, tokens, "whole")
-        for own in (True, False)
-        for hidden in (5120,)
-        for tokens in (1, 8, 64, 256, 512)
-    ]
-    sites += [("expand", 24, True, hidden, tokens, "whole") for hidden in (4096, 7168) for tokens in (1, 64, 512)]
-    sites += [
-        ("embedding", 24, True, 5120, 8, "whole"),
-        ("streams", 24, False, 5120, 64, "whole"),
-        ("expand", 4, True, 5120, 64, "whole"),
-    ]
-    sites += [
-        ("expand", 0, False, 5120, 64, "whole"),
-        ("expand", 24, True, 5120, 64, "sums"),
-        ("expand", 24, True, 5120, 64, "finish"),
-    ]
+    types |= {"arrivals": "*i32", "tokens": "i32", "rms_eps": "fp32", "eps": "fp32"}
+    sites = [("expand", 24, own, 5120, tokens) for own in (True, False) for tokens in (1, 8, 64, 512)]
+    sites += [("expand", 24, True, hidden, tokens) for hidden in (4096, 7168) for tokens in (1, 64, 512)]
+    forms = [("embedding", 24, True), ("embedding", 24, False), ("streams", 24, False), ("expand", 4, True), ("expand", 0, False)]
+    sites += [(*form, 5120, tokens) for form in forms for tokens in (8, 300)]
     cases = []
-    for source, rows, own, hidden, tokens, phase in sites:
+    for source, rows, own, hidden, tokens in sites:
         config = launch_config(tokens, hidden, 132)
-        constants = {
-            "D": hidden,
-            "SOURCE": source,
-            "ROWS": rows,
-            "OWN_PRE": own,
-            "MEAN": not own,
-            "PHASE": phase,
-            "ITERATIONS": 20,
-        }
-        order = "own pre" if own else "given pre"
-        cases.append(
-            AotCase(
-                f"site {source} {rows} {order} {phase} D{hidden} T{tokens}",
-                hyper_connection_site,
-                types,
-                constants | _constants(config),
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-                aligned=tuple(name for name, kind in types.items() if kind.startswith("*")),
+        constants = {"D": hidden, "SOURCE": source, "ROWS": rows, "OWN_PRE": own, "MEAN": not own, "ITERATIONS": 20}
+        kernels = [(hyper_connection_site, _site_constants(config), config.num_warps)]
+        if not config.one_launch:
+            kernels = [(hyper_connection_project, _project_constants(config), config.num_warps)]
+            kernels += [(hyper_connection_finish, _finish_constants(config, hidden), 4)]
+        for (function, more, num_warps), arch in itertools.product(kernels, (HOPPER, BLACKWELL)):
+            names = function.arg_names
+            values = constants | more | {"HOLD": arch == HOPPER}
+            cases.append(
+                AotCase(
+                    f"{function.__name__[17:]} {source} {rows} {'own' if own else 'given'} pre D{hidden} T{tokens}",
+                    function,
+                    {name: kind for name, kind in types.items() if name in names},
+                    {name: value for name, value in values.items() if name in names},
+                    num_warps=num_warps,
+                    num_stages=config.num_stages,
+                    aligned=tuple(name for name, kind in types.items() if name in names and kind.startswith("*")),
+                    archs=(arch,),
+                )
             )
-        )
     names = ("source", "out", "post", "comb", "streams")
     for block in (256, 1024):
         signature = {name: types[name] for name in names}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from abyssal.kv.layouts import Layout
 
-KEYS_PER_TILE = 64  # a page of a whole-context index kind; one warpgroup's rows of a matrix product
+KEYS_PER_TILE = 64  # one warpgroup's rows of a matrix product; a page of an index kind holds one or two tiles
 GROUP = 16  # entries per maximum: the 16 rows of a tile that one warp holds, so that no maximum crosses warps
 QUERY_DTYPES = {"index_fp8": torch.float8_e4m3fn, "index_mxfp4": torch.bfloat16, "index_bf16": torch.bfloat16}
 
@@ -31,8 +31,8 @@ def check(
         raise ValueError(f"{layout.name} keys need {QUERY_DTYPES[layout.name]} queries, got {q.dtype}")
     if dim != 128 or layout.dim != 128:
         raise ValueError(f"index_score needs queries and keys of 128 values, got {dim} and {layout.dim}")
-    if entries_per_page != KEYS_PER_TILE:
-        raise ValueError(f"index_score needs pages of {KEYS_PER_TILE} entries, got {entries_per_page}")
+    if entries_per_page not in (KEYS_PER_TILE, 2 * KEYS_PER_TILE):
+        raise ValueError(f"index_score needs pages of {KEYS_PER_TILE} or {2 * KEYS_PER_TILE} entries, got {entries_per_page}")
     if heads not in (8, 16, 32, 64):
         raise ValueError(f"index_score needs 8, 16, 32 or 64 heads, got {heads}")
     if pool.shape[1] < layout.page_bytes(entries_per_page) or pool.shape[1] % 64:

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from abyssal.kv.layouts import Layout
@@ -25,11 +26,11 @@ DIM = gl.constexpr(128)
 
 
 @gluon.constexpr_function
-def _word_layout(pieces):
-    """int32 words [64 keys, pieces of 16 bytes, 4]: lane l holds pieces l % 4 (+ 4) of keys l / 4 and l / 4 + 8 of its warp's 16."""
-    registers = [[0, 0, 1], [0, 0, 2]] + ([[0, 4, 0]] if pieces == 8 else []) + [[8, 0, 0]]
-    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [64, pieces, 4])
+def _word_layout(words):
+    """int32 words [64 keys, words]: lane l holds 16-byte pieces l % 4 (+ 4) of keys l / 4 and l / 4 + 8 of its warp's 16."""
+    registers = [[0, 1], [0, 2]] + ([[0, 16]] if words == 32 else []) + [[8, 0]]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, words])
 
 
 @gluon.jit
@@ -38,34 +39,28 @@ def _add(a, b):
 
 
 @gluon.jit
-def _dimension(k, LAYOUT: gl.constexpr):
-    """Which dimension of a key stands at position k of the product."""
-    if LAYOUT == "index_fp8":
-        # k: 1 element, 2 lane, 1 pair, 2 word, 1 half; dimension: element, pair, word, lane, half
-        return (k & 65) | (((k >> 3) & 1) << 1) | (((k >> 4) & 3) << 2) | (((k >> 1) & 3) << 4)
-    else:
-        # k: 1 element, 2 lane, 2 nibble, 2 word; dimension: nibble, element, word, lane
-        return ((k >> 3) & 3) | ((k & 1) << 2) | (((k >> 5) & 3) << 3) | (((k >> 1) & 3) << 5)
+def _page(pages, tile, end, TILES: gl.constexpr):
+    return gl.load(pages + tile // TILES, mask=tile < end, other=0)
 
 
 @gluon.jit
-def _load_page(pool, page, page_words, live, LAYOUT: gl.constexpr, MMA: gl.constexpr):
-    """Words of a page's keys, and of its scales: one per key."""
-    PIECES: gl.constexpr = 8 if LAYOUT == "index_fp8" else 4
-    WORDS: gl.constexpr = _word_layout(PIECES)
+def _copy_tile(pool, page, page_words, words, scales, tile, end, STAGES: gl.constexpr, TILES: gl.constexpr, MMA: gl.constexpr):
+    """A tile's keys and scales, one word per key, on their way into their place in shared memory, if it lies before `end`."""
+    WORDS: gl.constexpr = words.shape[2]
+    LAYOUT: gl.constexpr = _word_layout(WORDS)
     base = pool + page.to(gl.int64) * page_words
-    key = gl.arange(0, KEYS, gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))[:, None, None]
-    piece = gl.arange(0, PIECES, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :, None]
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))[None, None, :]
-    words = gl.load(base + key * (PIECES * 4) + piece * 4 + word, mask=live)
-    SCALES: gl.constexpr = gl.SliceLayout(1, MMA) if LAYOUT == "index_fp8" else gl.SliceLayout(1, gl.SliceLayout(2, WORDS))
-    scales = gl.load(base + KEYS * PIECES * 4 + gl.arange(0, KEYS, SCALES), mask=live)
-    return words, scales
+    part = tile % TILES * KEYS
+    key = part + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
+    async_copy.async_copy_global_to_shared(words.index(tile % STAGES), base + key * WORDS + word, mask=tile < end)
+    row = part + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
+    async_copy.async_copy_global_to_shared(scales.index(tile % STAGES), base + TILES * KEYS * WORDS + row, mask=tile < end)
+    async_copy.commit_group()
 
 
 @gluon.jit
 def _widen_fp8(words, MMA: gl.constexpr):
-    """e4m3 in words [64, 8, 4] -> fp16 [64, 128], the left operand of a product."""
+    """e4m3 in words [64, 32] -> fp16 [64, 128], the left operand of a product."""
     a, b, c, d = gl.inline_asm_elementwise(
         """{
         .reg .b16 low, high;
@@ -82,7 +77,7 @@ def _widen_fp8(words, MMA: gl.constexpr):
         is_pure=True,
         pack=1,
     )
-    both = gl.join(gl.join(a, b), gl.join(c, d))  # [64, half and lane, word, element, pair]
+    both = gl.join(gl.join(a, b), gl.join(c, d))  # [64, half and lane and word, element, pair]
     both = gl.permute(gl.reshape(both, (64, 2, 4, 4, 2, 2)), (0, 1, 3, 5, 2, 4))
     return gl.convert_layout(gl.reshape(both, (64, 128)), gl.DotOperandLayout(0, MMA, 2))
 
@@ -108,8 +103,10 @@ def _pair(words, scale, NIBBLE: gl.constexpr):
 
 @gluon.jit
 def _widen_mxfp4(words, exponents, MMA: gl.constexpr):
-    """e2m1 in words [64, 4, 4] and four exponent bytes per key -> bf16 [64, 128] times 2^-63, the left operand of a product."""
+    """e2m1 in words [64, 16] and four exponent bytes per key -> bf16 [64, 128] times 2^-63, the left operand of a product."""
+    words = gl.reshape(words, (64, 4, 4))
     WORDS: gl.constexpr = words.type.layout
+    exponents = gl.convert_layout(exponents, gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))
     group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :]
     exponent = (gl.expand_dims(exponents, 1) >> (8 * group)) & 255
     # 2^(exponent - 127 + 126 - 63) in both halves: exact from scales of 2^-62 on, finite up to 2^64
@@ -132,17 +129,56 @@ def _store_query(q, shared, live, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
     """One query [HEADS, DIM] into shared memory, in the keys' order of dimensions."""
     QUERY: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))[:, None]
-    k = gl.arange(0, DIM, gl.SliceLayout(0, QUERY))[None, :]
-    values = gl.load(q + head * DIM + _dimension(k, LAYOUT), mask=live)
+    values = gl.load(q + head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, QUERY))[None, :], mask=live)
     if LAYOUT == "index_fp8":
-        shared.store(values.to(gl.float8e4nv, bitcast=True).to(gl.float16))
+        values = values.to(gl.float8e4nv, bitcast=True).to(gl.float16)
+        # dimension: half, lane, word, pair, element; place in the product: half, word, pair, lane, element
+        values = gl.permute(gl.reshape(values, (HEADS, 2, 4, 4, 2, 2)), (0, 1, 3, 4, 2, 5))
     else:
-        shared.store((values.to(gl.float32) * 9223372036854775808.0).to(gl.bfloat16))  # 2^63, which the keys lack
+        values = (values.to(gl.float32) * 9223372036854775808.0).to(gl.bfloat16)  # 2^63, which the keys lack
+        # dimension: lane, word, high bit of the nibble, other bits; place: word, other bits, lane, high bit
+        values = gl.permute(gl.reshape(values, (HEADS, 4, 4, 2, 4)), (0, 2, 4, 1, 3))
+    shared.store(gl.reshape(values, (HEADS, DIM)))
 
 
 @gluon.jit
 def _half_weights(weights, HEADS: gl.constexpr, MMA: gl.constexpr):
     return 0.5 * gl.load(weights + gl.arange(0, HEADS, gl.SliceLayout(0, MMA)))
+
+
+@gluon.jit
+def _take_tile(words, scales, tile, STAGES: gl.constexpr, LAYOUT: gl.constexpr, MMA: gl.constexpr):
+    """Keys of a tile, widened, and their scales, as soon as they are in shared memory."""
+    async_copy.wait_group(STAGES - 2)
+    scale = scales.index(tile % STAGES).load(gl.SliceLayout(1, MMA))
+    packed = words.index(tile % STAGES).load(_word_layout(words.shape[2]))
+    if LAYOUT == "index_fp8":
+        keys = _widen_fp8(packed, MMA)
+    else:
+        keys = _widen_mxfp4(packed, scale, MMA)
+    return keys, scale
+
+
+@gluon.jit
+def _multiply(keys, query, HEADS: gl.constexpr, MMA: gl.constexpr):
+    dots = gl.zeros([KEYS, HEADS], gl.float32, MMA)
+    return warpgroup_mma(keys, query.permute((1, 0)), dots, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _store_scores(
+    dots, w, scale, tile, reach, out, best_out, LAYOUT: gl.constexpr, GROUP: gl.constexpr, MAXIMA: gl.constexpr, MMA: gl.constexpr
+):
+    entry = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
+    # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
+    scores = gl.sum((dots + gl.abs(dots)) * w[None, :], 1)
+    if LAYOUT == "index_fp8":
+        scores *= scale.to(gl.float32, bitcast=True)  # a positive scale passes the relu
+    gl.store(out + entry, scores, mask=entry < reach)
+    if MAXIMA:
+        best = gl.max(gl.reshape(gl.where(entry < reach, scores, -float("inf")), (KEYS // GROUP, GROUP)), 1)
+        group = tile * (KEYS // GROUP) + gl.arange(0, KEYS // GROUP, best.type.layout)
+        gl.store(best_out + group, best, mask=group * GROUP < reach)
 
 
 @gluon.jit
@@ -167,6 +203,8 @@ def _index_score_kernel_sm90(
     ROWS: gl.constexpr,  # num_rows, rounded up to a power of two
     GROUP: gl.constexpr,
     MAXIMA: gl.constexpr,
+    STAGES: gl.constexpr,  # tiles in shared memory
+    TILES: gl.constexpr,  # per page
 ):
     """A row of work is QUERIES queries of a sequence against its pages; program p takes tiles [p, p + 1) / programs of all rows'."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
@@ -174,6 +212,11 @@ def _index_score_kernel_sm90(
     TYPE: gl.constexpr = gl.float16 if LAYOUT == "index_fp8" else gl.bfloat16
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], TYPE)
     q_shared = gl.allocate_shared_memory(TYPE, [QUERIES, HEADS, DIM], SHARED)
+    KEY_WORDS: gl.constexpr = 32 if LAYOUT == "index_fp8" else 16
+    # Eight lanes read 16 bytes each of two keys: the swizzle puts them into different banks.
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=32 // KEY_WORDS, max_phase=KEY_WORDS // 4, order=[1, 0])
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, KEY_WORDS], SWIZZLED)
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 
     rows = gl.arange(0, ROWS, COUNTS)
     blocks = (b + QUERIES - 1) // QUERIES
@@ -192,15 +235,14 @@ def _index_score_kernel_sm90(
         row_end = gl.sum(gl.where(rows == row, ends, 0), 0)
         first = begin - row_end + gl.sum(gl.where(rows == row, tiles, 0), 0)
         stop = gl.minimum(end, row_end)
-        count = stop - begin
+        last = first + stop - begin
         begin = stop
         sequence = row // blocks
-        pages = page_table + sequence.to(gl.int64) * table_stride + first
-        page0 = gl.load(pages)
-        page1 = gl.load(pages + 1, mask=count > 1, other=0)
-        page2 = gl.load(pages + 2, mask=count > 2, other=0)
-        words0, scales0 = _load_page(pool, page0, page_words, True, LAYOUT, MMA)
-        words1, scales1 = _load_page(pool, page1, page_words, count > 1, LAYOUT, MMA)
+        pages = page_table + sequence.to(gl.int64) * table_stride
+        for s in gl.static_range(STAGES - 1):
+            page = _page(pages, first + s, last, TILES)
+            _copy_tile(pool, page, page_words, words, scales, first + s, last, STAGES, TILES, MMA)
+        page = _page(pages, first + STAGES - 1, last, TILES)
 
         query = (sequence * b + row % blocks * QUERIES).to(gl.int64)
         queries = gl.minimum(b - row % blocks * QUERIES, QUERIES)
@@ -214,32 +256,36 @@ def _index_score_kernel_sm90(
         out_row = out + query * out_stride
         best_row = maxima + query * maxima_stride
 
-        for tile in range(count):
-            words, scales = words0, scales0
-            words0, scales0 = words1, scales1
-            words1, scales1 = _load_page(pool, page2, page_words, tile + 2 < count, LAYOUT, MMA)
-            page2 = gl.load(pages + tile + 3, mask=tile + 3 < count, other=0)
-            if LAYOUT == "index_fp8":
-                keys = _widen_fp8(words, MMA)
-            else:
-                keys = _widen_mxfp4(words, scales, MMA)
-            entry = (first + tile) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
-            for j in gl.static_range(QUERIES):
-                if QUERIES > 1:  # a single query's weights stay in registers
+        if QUERIES == 1:
+            # Of two tiles, the widening of the second and the sums of the first run beside the other's product.
+            for tile in range(first, last, 2):
+                ahead = tile + STAGES - 1
+                keys, scale = _take_tile(words, scales, tile, STAGES, LAYOUT, MMA)
+                _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES, MMA)
+                page = _page(pages, ahead + 1, last, TILES)
+                dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
+                next_keys, next_scale = _take_tile(words, scales, tile + 1, STAGES, LAYOUT, MMA)
+                _copy_tile(pool, page, page_words, words, scales, ahead + 1, last, STAGES, TILES, MMA)
+                page = _page(pages, ahead + 2, last, TILES)
+                dots = warpgroup_mma_wait(0, deps=(dots,))
+                next_dots = _multiply(next_keys, q_shared.index(0), HEADS, MMA)
+                _store_scores(dots, w, scale, tile, reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
+                next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
+                next_reach = gl.where(tile + 1 < last, reach, 0)
+                _store_scores(next_dots, w, next_scale, tile + 1, next_reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
+        else:
+            for tile in range(first, last):
+                ahead = tile + STAGES - 1
+                keys, scale = _take_tile(words, scales, tile, STAGES, LAYOUT, MMA)
+                _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES, MMA)
+                page = _page(pages, ahead + 1, last, TILES)
+                for j in gl.static_range(QUERIES):
                     w = _half_weights(weights + (query + gl.minimum(j, queries - 1)) * HEADS, HEADS, MMA)
                     reach = gl.minimum(gl.load(visible + query + j, mask=j < queries, other=0), num_entries)
-                dots = gl.zeros([KEYS, HEADS], gl.float32, MMA)
-                dots = warpgroup_mma(keys, q_shared.index(j).permute((1, 0)), dots, use_acc=False, is_async=True)
-                dots = warpgroup_mma_wait(0, deps=(dots,))
-                # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
-                scores = gl.sum((dots + gl.abs(dots)) * w[None, :], 1)
-                if LAYOUT == "index_fp8":
-                    scores *= scales.to(gl.float32, bitcast=True)  # a positive scale passes the relu
-                gl.store(out_row + j * out_stride + entry, scores, mask=entry < reach)
-                if MAXIMA:
-                    best = gl.max(gl.reshape(gl.where(entry < reach, scores, -float("inf")), (KEYS // GROUP, GROUP)), 1)
-                    group = (first + tile) * (KEYS // GROUP) + gl.arange(0, KEYS // GROUP, best.type.layout)
-                    gl.store(best_row + j * maxima_stride + group, best, mask=group * GROUP < reach)
+                    dots = _multiply(keys, q_shared.index(j), HEADS, MMA)
+                    dots = warpgroup_mma_wait(0, deps=(dots,))
+                    out_j, best_j = out_row + j * out_stride, best_row + j * maxima_stride
+                    _store_scores(dots, w, scale, tile, reach, out_j, best_j, LAYOUT, GROUP, MAXIMA, MMA)
 
 
 @dataclass(frozen=True)
@@ -248,11 +294,14 @@ class ScoreConfig:
 
     programs: int  # persistent programs of one warpgroup, each takes an equal share of all tiles
     queries: int  # consecutive queries of a sequence that share the keys of a tile
+    stages: int  # tiles in shared memory per program, all but one of them on their way
 
 
-def score_config(b: int, multiprocessors: int) -> ScoreConfig:
-    """As many programs as fit: the loads of one hide behind the products of another."""
-    return ScoreConfig(programs=3 * multiprocessors, queries=min(4, triton.next_power_of_2(b)))
+def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
+    """As many programs as registers and shared memory hold: one converts and sums beside another's products."""
+    queries = min(4, triton.next_power_of_2(b))
+    copies = 2 if queries > 1 else 3 if heads == 64 else 4
+    return ScoreConfig(programs=copies * multiprocessors, queries=queries, stages=4)
 
 
 def index_score(
@@ -282,7 +331,7 @@ def index_score(
     if out.numel() == 0:
         return out
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
-    config = config or score_config(b, multiprocessors(q))
+    config = config or score_config(b, heads, multiprocessors(q))
     rows = n * -(-b // config.queries)
     _index_score_kernel_sm90[(config.programs,)](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
@@ -305,6 +354,8 @@ def index_score(
         ROWS=triton.next_power_of_2(rows),
         GROUP=GROUP,
         MAXIMA=maxima is not None,
+        STAGES=config.stages,
+        TILES=entries_per_page // KEYS_PER_TILE,
         num_warps=4,
     )
     return out
@@ -319,7 +370,16 @@ def aot_cases() -> list[AotCase]:
             name=f"index_score_sm90[{layout},heads={heads},queries={queries},rows={rows}]",
             kernel=_index_score_kernel_sm90,
             signature={"q": "*u8" if layout == "index_fp8" else "*bf16", **pointers, **dict.fromkeys(scalars, "i32")},
-            constants={"LAYOUT": layout, "HEADS": heads, "QUERIES": queries, "ROWS": rows, "GROUP": GROUP, "MAXIMA": True},
+            constants={
+                "LAYOUT": layout,
+                "HEADS": heads,
+                "QUERIES": queries,
+                "ROWS": rows,
+                "GROUP": GROUP,
+                "MAXIMA": True,
+                "STAGES": 4,
+                "TILES": 1,
+            },
             num_warps=4,
             aligned=("q", *pointers, "page_words", "out_stride", "maxima_stride"),
             archs=(HOPPER,),

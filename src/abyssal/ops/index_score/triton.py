@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
 from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES, check, multiprocessors
@@ -32,26 +33,42 @@ def score_config(layout: str, n: int, b: int, heads: int, multiprocessors: int) 
 
 
 @triton.jit
-def _dots(page, q_even, q_odd, LAYOUT: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr):
-    """Dot products fp32 [KEYS, columns] of one page with queries [columns, DIM], without the fp32 factor [KEYS] that follows.
+def _dots(data, scales, q_even, q_odd, LAYOUT: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr):
+    """Dot products fp32 [KEYS, columns] of keys with queries [columns, DIM], without the fp32 factor [KEYS] that follows.
+
+    data, scales: where each key's values and scales begin [KEYS].
 
     q_even holds all dimensions, but for e2m1 keys: a byte holds two, so that even and odd ones meet their halves of the queries.
     """
-    key = tl.arange(0, KEYS)
     if LAYOUT == "index_mxfp4":
         half: tl.constexpr = DIM // 2
-        packed = tl.load(page + key[:, None] * half + tl.arange(0, half)[None, :])
-        exponents = tl.load(page + KEYS * half + key[:, None] * (DIM // 32) + tl.arange(0, half)[None, :] // 16)
+        packed = tl.load(data[:, None] + tl.arange(0, half)[None, :])
+        exponents = tl.load(scales[:, None] + tl.arange(0, half)[None, :] // 16)
         dots = tl.dot(_e2m1_times_power(packed & 15, exponents), q_even.T)
         return tl.dot(_e2m1_times_power(packed >> 4, exponents), q_odd.T, dots), tl.full([KEYS], 1.0, tl.float32)
     elif LAYOUT == "index_fp8":
-        codes = tl.load(page + key[:, None] * DIM + tl.arange(0, DIM)[None, :])
-        scale = tl.load((page + KEYS * DIM).to(tl.pointer_type(tl.float32)) + key)
+        codes = tl.load(data[:, None] + tl.arange(0, DIM)[None, :])
+        scale = tl.load(scales.to(tl.pointer_type(tl.float32)))
         # The fp8 tensor cores keep 13 bits of a sum; fp16 holds every e4m3 value and its products add in fp32.
         return tl.dot(codes.to(tl.float8e4nv, bitcast=True).to(tl.float16), q_even.T), scale
     else:
-        rows = tl.load(page.to(tl.pointer_type(tl.bfloat16)) + key[:, None] * DIM + tl.arange(0, DIM)[None, :])
+        rows = tl.load(data.to(tl.pointer_type(tl.bfloat16))[:, None] + tl.arange(0, DIM)[None, :])
         return tl.dot(rows, q_even.T), tl.full([KEYS], 1.0, tl.float32)
+
+
+@triton.jit
+def _load_queries(rows, live, LAYOUT: tl.constexpr, DIM: tl.constexpr):
+    """The two operands of `_dots` from pointers [columns] to queries."""
+    if LAYOUT == "index_mxfp4":
+        even = rows[:, None] + 2 * tl.arange(0, DIM // 2)[None, :]
+        q_even = tl.load(even, mask=live[:, None], other=0)
+        q_odd = tl.load(even + 1, mask=live[:, None], other=0)
+    else:
+        q_even = tl.load(rows[:, None] + tl.arange(0, DIM)[None, :], mask=live[:, None], other=0)
+        if LAYOUT == "index_fp8":
+            q_even = q_even.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        q_odd = q_even
+    return q_even, q_odd
 
 
 @triton.jit
@@ -84,11 +101,14 @@ def _index_score_kernel(
     b,
     num_entries,
     LAYOUT: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,  # num_rows, rounded up to a power of two
     KEYS: tl.constexpr,
+    TILES: tl.constexpr,  # per page
     GROUP: tl.constexpr,
     MAXIMA: tl.constexpr,
     STAGES: tl.constexpr,
@@ -115,16 +135,7 @@ def _index_score_kernel(
         query = row % blocks * QUERIES
         live = query + column // HEADS < b
         head = (sequence * b + query).to(tl.int64) * HEADS + column
-        q_rows = q + head[:, None] * DIM
-        if LAYOUT == "index_mxfp4":
-            even = 2 * tl.arange(0, DIM // 2)[None, :]
-            q_even = tl.load(q_rows + even, mask=live[:, None], other=0)
-            q_odd = tl.load(q_rows + even + 1, mask=live[:, None], other=0)
-        else:
-            q_even = tl.load(q_rows + tl.arange(0, DIM)[None, :], mask=live[:, None], other=0)
-            if LAYOUT == "index_fp8":
-                q_even = q_even.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-            q_odd = q_even
+        q_even, q_odd = _load_queries(q + head * DIM, live, LAYOUT, DIM)
         w = tl.load(weights + head, mask=live, other=0.0)
         first_query = sequence * b + query
         reach = tl.load(visible + first_query + tl.arange(0, QUERIES), mask=query + tl.arange(0, QUERIES) < b, other=0)
@@ -133,8 +144,10 @@ def _index_score_kernel(
         pages = page_table + sequence.to(tl.int64) * table_stride
         stop = tl.minimum(end, row_end)
         for tile in tl.range(begin - row_begin, stop - row_begin, num_stages=STAGES):
-            page = pool + tl.load(pages + tile).to(tl.int64) * page_bytes
-            dots, scale = _dots(page, q_even, q_odd, LAYOUT, KEYS, DIM)  # [KEYS, QUERIES * HEADS]
+            page = pool + tl.load(pages + tile // TILES).to(tl.int64) * page_bytes
+            key = tile % TILES * KEYS + tl.arange(0, KEYS)
+            data, scales = page + key * DATA_BYTES, page + TILES * KEYS * DATA_BYTES + key * SCALE_BYTES
+            dots, scale = _dots(data, scales, q_even, q_odd, LAYOUT, KEYS, DIM)  # [KEYS, QUERIES * HEADS]
             terms = tl.maximum(dots, 0.0) * w[None, :]
             scores = tl.sum(terms.reshape(KEYS, QUERIES, HEADS), 2) * scale[:, None]  # a positive scale passes the relu
             entry = tile * KEYS + tl.arange(0, KEYS)
@@ -146,6 +159,48 @@ def _index_score_kernel(
                 best_row = maxima + (first_query + tl.arange(0, QUERIES)).to(tl.int64) * maxima_stride
                 tl.store(best_row[None, :] + group[:, None], best, mask=group[:, None] * GROUP < reach[None, :])
         begin = stop
+
+
+@triton.jit
+def _index_score_blocks_kernel(
+    q,  # [n * b, HEADS, DIM]
+    weights,  # fp32 [n * b, HEADS]
+    pool,  # uint8, pages of page_bytes
+    page_table,  # int32 [n, table_stride]
+    blocks,  # int32 [n * b, num_blocks]
+    visible,  # int32 [n * b]: of the row's candidates
+    out,  # fp32 [n * b, num_blocks * BLOCK]
+    page_bytes,
+    table_stride,
+    b,
+    num_blocks,
+    LAYOUT: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    ENTRIES: tl.constexpr,  # per page
+    BLOCK: tl.constexpr,
+):
+    """KEYS candidates of a query: the entries of KEYS / BLOCK blocks, wherever their pages are."""
+    row = tl.program_id(1).to(tl.int64)
+    candidate = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    seen = tl.load(visible + row)
+    if tl.program_id(0) * KEYS >= seen:
+        return
+    live = candidate < seen
+    block = tl.load(blocks + row * num_blocks + candidate // BLOCK, mask=live, other=0)
+    entry = block * BLOCK + candidate % BLOCK
+    page = tl.load(page_table + row // b * table_stride + entry // ENTRIES, mask=live, other=0)
+    base = pool + page.to(tl.int64) * page_bytes
+    column = tl.arange(0, HEADS)
+    q_even, q_odd = _load_queries(q + (row * HEADS + column) * DIM, column < HEADS, LAYOUT, DIM)
+    data = base + entry % ENTRIES * DATA_BYTES
+    scales = base + ENTRIES * DATA_BYTES + entry % ENTRIES * SCALE_BYTES
+    dots, scale = _dots(data, scales, q_even, q_odd, LAYOUT, KEYS, DIM)
+    w = tl.load(weights + row * HEADS + column)
+    tl.store(out + row * (num_blocks * BLOCK) + candidate, tl.sum(tl.maximum(dots, 0.0) * w[None, :], 1) * scale, mask=live)
 
 
 def index_score(
@@ -171,7 +226,7 @@ def index_score(
         page_table: int32 [n, P], pages of each sequence; rows may be strided.
         visible: int32 [n, b], leading entries that each query sees, at most `num_entries`. Read on the GPU: a captured graph follows it.
         layout: of the keys.
-        entries_per_page: 64.
+        entries_per_page: 64 or 128.
         num_entries: capacity N of a row of scores.
         out: fp32 [n, b, N].
         maxima: fp32 [n, b, >= N / 16], receives the largest visible score of every 16 entries, as `select_topk` takes them.
@@ -204,15 +259,79 @@ def index_score(
         b,
         num_entries,
         LAYOUT=layout.name,
+        DATA_BYTES=layout.data_bytes,
+        SCALE_BYTES=layout.scale_bytes,
         HEADS=heads,
         DIM=dim,
         QUERIES=config.queries,
         ROWS=triton.next_power_of_2(rows),
         KEYS=KEYS_PER_TILE,
+        TILES=entries_per_page // KEYS_PER_TILE,
         GROUP=GROUP,
         MAXIMA=maxima is not None,
         STAGES=config.stages,
         num_warps=config.warps,
+    )
+    return out
+
+
+def index_score_blocks(
+    q: Tensor,
+    weights: Tensor,
+    pool: Tensor,
+    page_table: Tensor,
+    blocks: Tensor,
+    visible: Tensor,
+    *,
+    layout: Layout,
+    entries_per_page: int,
+    block_size: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Scores of candidates only (V4.1 spec 3.6), in the order of their blocks.
+
+    Args:
+        q, weights, pool, page_table, layout, entries_per_page: as of `index_score`.
+        blocks: int32 [n, b, K], ascending, as `candidate_blocks` returns them.
+        visible: int32 [n, b], how many entries of these blocks each query sees, from the first on.
+        block_size: entries of a block; divides `entries_per_page`.
+        out: fp32 [n, b, K * block_size].
+
+    Returns:
+        fp32 [n, b, K * block_size]; entries at and beyond `visible` are not written.
+    """
+    n, b, heads, dim = q.shape
+    if entries_per_page % block_size:
+        raise ValueError(f"a page of {entries_per_page} entries must hold whole blocks, got blocks of {block_size}")
+    check(q, weights, pool, page_table, visible, layout, entries_per_page, 0, None)
+    assert blocks.shape[:2] == (n, b) and blocks.dtype == torch.int32 and blocks.is_contiguous()
+    count = blocks.shape[2] * block_size
+    if out is None:
+        out = torch.empty(n, b, count, dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out
+    assert out.is_contiguous() and out.shape == (n, b, count)
+    _index_score_blocks_kernel[(-(-count // KEYS_PER_TILE), n * b)](
+        q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
+        weights,
+        pool,
+        page_table,
+        blocks,
+        visible,
+        out,
+        pool.shape[1],
+        page_table.stride(0),
+        b,
+        blocks.shape[2],
+        LAYOUT=layout.name,
+        DATA_BYTES=layout.data_bytes,
+        SCALE_BYTES=layout.scale_bytes,
+        HEADS=heads,
+        DIM=dim,
+        KEYS=KEYS_PER_TILE,
+        ENTRIES=entries_per_page,
+        BLOCK=block_size,
+        num_warps=4,
     )
     return out
 
@@ -232,11 +351,14 @@ def aot_cases() -> list[AotCase]:
                     signature={"q": "*u8" if layout == "index_fp8" else "*bf16", **pointers, **dict.fromkeys(scalars, "i32")},
                     constants={
                         "LAYOUT": layout,
+                        "DATA_BYTES": layouts.get(layout).data_bytes,
+                        "SCALE_BYTES": layouts.get(layout).scale_bytes,
                         "HEADS": heads,
                         "DIM": 128,
                         "QUERIES": config.queries,
                         "ROWS": rows,
                         "KEYS": KEYS_PER_TILE,
+                        "TILES": 1,
                         "GROUP": GROUP,
                         "MAXIMA": True,
                         "STAGES": config.stages,
@@ -245,4 +367,25 @@ def aot_cases() -> list[AotCase]:
                     aligned=("q", *pointers, "page_bytes", "out_stride", "maxima_stride"),
                 )
             )
+    for layout in QUERY_DTYPES:
+        cases.append(
+            AotCase(
+                name=f"index_score_blocks[{layout},heads=32]",
+                kernel=_index_score_blocks_kernel,
+                signature={"q": "*u8" if layout == "index_fp8" else "*bf16"}
+                | {name: kind for name, kind in pointers.items() if name != "maxima"}
+                | {"blocks": "*i32", **dict.fromkeys(("page_bytes", "table_stride", "b", "num_blocks"), "i32")},
+                constants={
+                    "LAYOUT": layout,
+                    "DATA_BYTES": layouts.get(layout).data_bytes,
+                    "SCALE_BYTES": layouts.get(layout).scale_bytes,
+                    "HEADS": 32,
+                    "DIM": 128,
+                    "KEYS": KEYS_PER_TILE,
+                    "ENTRIES": 128,
+                    "BLOCK": 8,
+                },
+                aligned=("q", "weights", "pool", "blocks", "out", "page_bytes", "num_blocks"),
+            )
+        )
     return cases

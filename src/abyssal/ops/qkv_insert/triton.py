@@ -46,9 +46,9 @@ def qkv_insert_kernel(
     program = tl.program_id(0)
     if program < tokens:
         slot = tl.load(slots + program + tl.arange(0, 1))
-        x = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, D)[None, :]))
+        row = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, D)[None, :]))
         finish_row(
-            x, None, eps, rope, program, pages, page_bytes, slot, None, stored, False, ROPE, False, BF16, layout, ENTRIES
+            row, None, eps, rope, program, pages, page_bytes, slot, None, stored, False, ROPE, False, BF16, layout, ENTRIES
         )  # fmt: skip
     else:
         WIDTH: tl.constexpr = D if NORM else ROPE

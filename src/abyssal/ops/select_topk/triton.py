@@ -28,15 +28,22 @@ class SelectConfig:
 
     levels: int  # 1: entries only; 2: maxima, then entries; 3: maxima of maxima first
     warps: int
+    chunk: int  # entries per program, whose last one finishes a row; 0: one program per row
 
 
-def select_config(num_entries: int, k: int) -> SelectConfig:
-    """A level more where the first step would search more than TOP_LEVEL values."""
+CHUNK = 4096
+SPREAD_PROGRAMS = 528  # beyond these, a program per row has company enough
+
+
+def select_config(rows: int, num_entries: int, k: int) -> SelectConfig:
+    """A level more where the first step would search more than TOP_LEVEL values; few long rows are spread over many programs."""
     levels, width = 1, num_entries
     while width > TOP_LEVEL:
         levels, width = levels + 1, -(-width // GROUP)
+    if levels > 1 and rows * -(-num_entries // CHUNK) <= SPREAD_PROGRAMS:
+        return SelectConfig(levels, warps=8 if k <= 512 else 16, chunk=CHUNK)
     widest = max(width, GROUP * k if levels > 1 else 0)
-    return SelectConfig(levels, warps=min(32, max(4, triton.next_power_of_2(widest) // 512)))
+    return SelectConfig(levels, warps=min(32, max(4, triton.next_power_of_2(widest) // 512)), chunk=0)
 
 
 @triton.jit
@@ -47,42 +54,29 @@ def _order(values, valid):
 
 
 @triton.jit
-def _choose(keys, floor, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
-    """The k largest keys, lowest index first among equals, HIDDEN ones never -> (chosen, rank among the chosen, k-th key).
+def _choose(keys, floor, count, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
+    """The k largest of `count` keys that are not HIDDEN, lowest index first among equals -> (chosen, rank among the chosen, k-th key).
 
     `floor`: a key that at least k others reach, or HIDDEN.
     """
-    count = tl.sum((keys != HIDDEN).to(tl.int32), 0)
-    high = tl.max(keys, 0)
     if WIDTH > K_BLOCK:  # the least of at least k maxima is such a key as well, however the keys are dealt out
         best = tl.max(tl.reshape(keys, (K_BLOCK, WIDTH // K_BLOCK), can_reorder=True), 1)
         floor = tl.maximum(floor, tl.min(best, 0))
-    low = tl.where(floor == HIDDEN, tl.min(tl.where(keys == HIDDEN, high, keys), 0), floor)
     # The k-th largest key: at least k keys reach `low`, fewer reach anything above `high`.
-    low_reach = tl.sum((keys >= low).to(tl.int32), 0)
-    high_reach = 1
-    if low_reach == k:
-        high = low
+    low = tl.maximum(floor, HIDDEN + 1)
+    high = tl.max(keys, 0)
     if count <= k:
         low = HIDDEN
         high = HIDDEN
-    step = 0
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)
-        if step % 2 == 0:  # the logarithm of the rank falls about linearly in the tail of a distribution
-            share = tl.log2(low_reach / k) / tl.maximum(tl.log2(low_reach / tl.maximum(high_reach, 0.5)), 1e-6)
-            guess = low + (tl.minimum(share, 1.0) * (high.to(tl.float32) - low.to(tl.float32))).to(tl.int64)
-            middle = tl.minimum(tl.maximum(guess, low.to(tl.int64) + 1), high).to(tl.int32)
         reach = tl.sum((keys >= middle).to(tl.int32), 0)
         if reach >= k:
             low = middle
-            low_reach = reach
         else:
             high = middle - 1
-            high_reach = reach
         if reach == k:
             high = middle
-        step += 1
     above = keys > low
     equal = (keys == low) & (keys != HIDDEN)
     room = k - tl.sum(above.to(tl.int32), 0)
@@ -91,6 +85,20 @@ def _choose(keys, floor, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
     equals = before & 0xFFFF
     chosen = above | (equal & (equals <= room))
     return chosen, (before >> 16) + tl.minimum(equals, room) - 1, low
+
+
+@triton.jit
+def _finish_row(out, found, k, blocks, pages, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr):
+    """Places among candidates become positions where blocks are given, these slots where pages are; -1 after the `found` of them."""
+    slot = tl.arange(0, K_BLOCK)
+    tl.debug_barrier()
+    position = tl.load(out + slot, mask=slot < found, other=0)
+    if BLOCK > 0:
+        position = tl.load(blocks + position // BLOCK, mask=slot < found, other=0) * BLOCK + position % BLOCK
+    if ENTRIES > 0:
+        position = tl.load(pages + position // ENTRIES, mask=slot < found, other=0) * ENTRIES + position % ENTRIES
+    tl.debug_barrier()
+    tl.store(out + slot, tl.where(slot < found, position, -1), mask=slot < k)
 
 
 @triton.jit
@@ -109,11 +117,13 @@ def _select_topk_kernel(
     maxima,  # fp32 [rows, maxima_stride]: of GROUP entries
     tops,  # fp32 [rows, tops_stride]: of GROUP maxima
     visible,  # int32 [rows]
+    blocks,  # int32 [rows, blocks_stride]: of the candidates that the entries are
     page_table,  # int32 [rows / queries, table_stride]
     out,  # int32 [rows, k]
     score_stride,
     maxima_stride,
     tops_stride,
+    blocks_stride,
     table_stride,
     num_entries,
     k,
@@ -122,6 +132,7 @@ def _select_topk_kernel(
     WIDTH: tl.constexpr,  # of the first step
     K_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,  # entries of such a block; 0: they are all entries
     ENTRIES: tl.constexpr,  # entries per page; 0: positions are wanted
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -132,34 +143,33 @@ def _select_topk_kernel(
     index = tl.arange(0, WIDTH)
     if LEVELS == 1:
         width = seen
+        inside = index < num_entries
         first = scores + row * score_stride
     elif LEVELS == 2:
         width = groups
+        inside = index < maxima_stride
         first = maxima + row * maxima_stride
     else:
         width = supers
+        inside = index < tops_stride
         first = tops + row * tops_stride
-    keys = _order(tl.load(first + index, mask=index < width, other=0.0), index < width)
-    chosen, rank, floor = _choose(keys, HIDDEN, k, WIDTH, K_BLOCK)
+    keys = _order(tl.load(first + index, mask=inside, other=0.0), index < width)
+    chosen, rank, floor = _choose(keys, HIDDEN, width, k, WIDTH, K_BLOCK)
     if LEVELS == 3:
         tl.store(row_out + rank, index, mask=chosen)
         tl.debug_barrier()
         keys, index = _refine(maxima + row * maxima_stride, row_out, groups, tl.minimum(supers, k), k, K_BLOCK, GROUP)
         tl.debug_barrier()
-        chosen, rank, floor = _choose(keys, floor, k, K_BLOCK * GROUP, K_BLOCK)
+        chosen, rank, floor = _choose(keys, floor, groups, k, K_BLOCK * GROUP, K_BLOCK)
     if LEVELS >= 2:
         tl.store(row_out + rank, index, mask=chosen)
         tl.debug_barrier()
         keys, index = _refine(scores + row * score_stride, row_out, seen, tl.minimum(groups, k), k, K_BLOCK, GROUP)
         tl.debug_barrier()
-        chosen, rank, floor = _choose(keys, floor, k, K_BLOCK * GROUP, K_BLOCK)
-    slot = index
-    if ENTRIES > 0:
-        pages = page_table + row // queries * table_stride
-        slot = tl.load(pages + index // ENTRIES, mask=chosen, other=0) * ENTRIES + index % ENTRIES
-    tl.store(row_out + rank, slot, mask=chosen)
-    filler = tl.arange(0, K_BLOCK)
-    tl.store(row_out + filler, -1, mask=(filler >= seen) & (filler < k))
+        chosen, rank, floor = _choose(keys, floor, seen, k, K_BLOCK * GROUP, K_BLOCK)
+    tl.store(row_out + rank, index, mask=chosen)
+    pages = page_table + row // queries * table_stride
+    _finish_row(row_out, tl.minimum(seen, k), k, blocks + row * blocks_stride, pages, K_BLOCK, BLOCK, ENTRIES)
 
 
 @triton.jit
@@ -193,6 +203,193 @@ def _group_maxima_kernel(
         tl.store(tops + row * tops_stride + top, best, mask=top * GROUP * GROUP < seen)
 
 
+@triton.jit
+def _floor(keys, k):
+    """A key that at least k of `keys` reach, and not many more; HIDDEN if there are fewer."""
+    low = HIDDEN
+    low_reach = tl.sum((keys != HIDDEN).to(tl.int32), 0)
+    high = tl.max(keys, 0)
+    if low_reach >= k:
+        low = tl.min(tl.where(keys == HIDDEN, high, keys), 0)
+    while (low < high) & (low_reach > k + k // 4):
+        middle = (low | high) - ((low ^ high) >> 1)
+        reach = tl.sum((keys >= middle).to(tl.int32), 0)
+        if reach >= k:
+            low = middle
+            low_reach = reach
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def _choose_from_few(
+    candidate_keys,
+    candidates,
+    counts,
+    out,
+    total,
+    k,
+    CHUNK: tl.constexpr,
+    LOG_CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+):
+    """The k best of `total` <= WIDTH candidates, counts[c] of which lie from c * CHUNK on, by ascending position."""
+    ends = tl.cumsum(counts, 0)
+    slot = tl.arange(0, WIDTH)
+    chunk = tl.zeros([WIDTH], tl.int32)  # number of ends at or before the slot
+    for bit in tl.static_range(LOG_CHUNKS):
+        step = 1 << (LOG_CHUNKS - 1 - bit)
+        chunk += tl.where(tl.gather(ends, chunk + (step - 1), 0) <= slot, step, 0)
+    place = chunk * CHUNK + slot - tl.gather(ends - counts, chunk, 0)
+    keys = tl.load(candidate_keys + place, mask=slot < total, other=HIDDEN, cache_modifier=".cg")
+    index = tl.load(candidates + place, mask=slot < total, other=0, cache_modifier=".cg")
+    chosen, rank, _ = _choose(keys, HIDDEN, total, k, WIDTH, K_BLOCK)
+    tl.store(out + rank, index, mask=chosen)
+
+
+@triton.jit
+def _choose_from_chunks(candidate_keys, candidates, chunk_counts, out, chunks, k, CHUNK: tl.constexpr):
+    """As `_choose_from_few` for any number of candidates above k, chunk after chunk."""
+    slot = tl.arange(0, CHUNK)
+    low = HIDDEN + 1
+    high = 2147483647
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)
+        reach = 0
+        for chunk in range(chunks):
+            count = tl.load(chunk_counts + chunk, cache_modifier=".cg")
+            keys = tl.load(candidate_keys + chunk * CHUNK + slot, mask=slot < count, other=HIDDEN, cache_modifier=".cg")
+            reach += tl.sum((keys >= middle).to(tl.int32), 0)
+        if reach >= k:
+            low = middle
+        else:
+            high = middle - 1
+        if reach == k:
+            high = middle
+    above_all = 0
+    for chunk in range(chunks):
+        count = tl.load(chunk_counts + chunk, cache_modifier=".cg")
+        keys = tl.load(candidate_keys + chunk * CHUNK + slot, mask=slot < count, other=HIDDEN, cache_modifier=".cg")
+        above_all += tl.sum((keys > low).to(tl.int32), 0)
+    room = k - above_all
+    above_before = 0
+    equal_before = 0
+    for chunk in range(chunks):
+        count = tl.load(chunk_counts + chunk, cache_modifier=".cg")
+        keys = tl.load(candidate_keys + chunk * CHUNK + slot, mask=slot < count, other=HIDDEN, cache_modifier=".cg")
+        index = tl.load(candidates + chunk * CHUNK + slot, mask=slot < count, other=0, cache_modifier=".cg")
+        above = keys > low
+        equal = (keys == low) & (slot < count)
+        aboves = above_before + tl.cumsum(above.to(tl.int32), 0)
+        equals = equal_before + tl.cumsum(equal.to(tl.int32), 0)
+        chosen = above | (equal & (equals <= room))
+        tl.store(out + aboves + tl.minimum(equals, room) - 1, index, mask=chosen)
+        above_before += tl.sum(above.to(tl.int32), 0)
+        equal_before += tl.sum(equal.to(tl.int32), 0)
+
+
+@triton.jit
+def _select_spread_kernel(
+    scores,  # fp32 [rows, score_stride]
+    maxima,  # fp32 [rows, maxima_stride]: of SPAN entries
+    visible,  # int32 [rows]
+    blocks,  # int32 [rows, blocks_stride]: of the candidates that the entries are
+    page_table,  # int32 [rows / queries, table_stride]
+    out,  # int32 [rows, k]
+    candidate_keys,  # int32 [rows, chunks * CHUNK]
+    candidates,  # int32 [rows, chunks * CHUNK]: positions
+    chunk_counts,  # int32 [rows, chunks]
+    arrivals,  # int32 [rows], zero before and after
+    score_stride,
+    maxima_stride,
+    blocks_stride,
+    table_stride,
+    num_entries,
+    k,
+    queries,
+    SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LOG_CHUNKS: tl.constexpr,  # of the number of chunks, rounded up
+    WIDTH: tl.constexpr,  # of the search for a floor
+    DEPTH: tl.constexpr,  # maxima per value of this search
+    K_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """Chunk program_id(0) of a row: its entries above a floor that k entries reach; the last program of the row chooses among them.
+
+    Every program finds the same floor, from the row's maxima: that of WIDTH disjoint sets of entries.
+    """
+    chunk = tl.program_id(0)
+    chunks = tl.num_programs(0)
+    row = tl.program_id(1).to(tl.int64)
+    seen = tl.minimum(tl.load(visible + row), num_entries)
+    row_keys = candidate_keys + row * (chunks * CHUNK)
+    row_candidates = candidates + row * (chunks * CHUNK)
+    row_counts = chunk_counts + row * chunks
+    row_out = out + row * k
+    count = 0
+    if chunk * CHUNK < seen:
+        entry = chunk * CHUNK + tl.arange(0, CHUNK)
+        keys = _order(tl.load(scores + row * score_stride + entry, mask=entry < num_entries, other=0.0), entry < seen)
+        index = tl.arange(0, DEPTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        tops = tl.load(maxima + row * maxima_stride + index, mask=index < maxima_stride, other=0.0)
+        tops = _order(tops, index < tl.cdiv(seen, SPAN))
+        floor = _floor(tl.max(tops, 0), k)
+        candidate = (keys >= floor) & (keys != HIDDEN)
+        rank = tl.cumsum(candidate.to(tl.int32), 0) - 1
+        tl.store(row_keys + chunk * CHUNK + rank, keys, mask=candidate)
+        tl.store(row_candidates + chunk * CHUNK + rank, entry, mask=candidate)
+        count = tl.sum(candidate.to(tl.int32), 0)
+    tl.store(row_counts + chunk, count)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu") == chunks - 1:
+        each = tl.arange(0, 1 << LOG_CHUNKS)
+        counts = tl.load(row_counts + each, mask=each < chunks, other=0, cache_modifier=".cg")
+        total = tl.sum(counts, 0)
+        if total <= 4 * K_BLOCK:
+            _choose_from_few(row_keys, row_candidates, counts, row_out, total, k, CHUNK, LOG_CHUNKS, 4 * K_BLOCK, K_BLOCK)
+        elif total <= GROUP * K_BLOCK:
+            _choose_from_few(row_keys, row_candidates, counts, row_out, total, k, CHUNK, LOG_CHUNKS, GROUP * K_BLOCK, K_BLOCK)
+        else:
+            _choose_from_chunks(row_keys, row_candidates, row_counts, row_out, chunks, k, CHUNK)
+        pages = page_table + row // queries * table_stride
+        _finish_row(row_out, tl.minimum(seen, k), k, blocks + row * blocks_stride, pages, K_BLOCK, BLOCK, ENTRIES)
+        tl.store(arrivals + row, 0)
+
+
+@triton.jit
+def _block_maxima_kernel(
+    scores,
+    visible,
+    maxima,
+    visible_blocks,
+    visible_candidates,
+    score_stride,
+    maxima_stride,
+    num_entries,
+    kept,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Largest visible score of each of BLOCKS blocks, infinite for the newest block; how many blocks and candidates a query has."""
+    row = tl.program_id(1).to(tl.int64)
+    seen = tl.minimum(tl.load(visible + row), num_entries)
+    count = tl.cdiv(seen, BLOCK)
+    if tl.program_id(0) == 0:
+        tl.store(visible_blocks + row, count)
+        # the newest block is the last of those kept: what lies before it is full
+        tl.store(visible_candidates + row, seen - tl.maximum(count - kept, 0) * BLOCK)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    entry = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values = tl.load(scores + row * score_stride + entry, mask=entry < seen, other=-float("inf"))
+    best = tl.where(block == count - 1, float("inf"), tl.max(values, 1))
+    tl.store(maxima + row * maxima_stride + block, best, mask=block < count)
+
+
 MAXIMA_BLOCK = 2048  # entries per program: 128 programs for 2^18
 
 
@@ -202,8 +399,10 @@ def select_topk(
     k: int,
     *,
     maxima: Tensor | None = None,
+    blocks: Tensor | None = None,
     page_table: Tensor | None = None,
     entries_per_page: int = 64,
+    arrivals: Tensor | None = None,
     out: Tensor | None = None,
     config: SelectConfig | None = None,
 ) -> Tensor:
@@ -214,7 +413,9 @@ def select_topk(
         visible: int32 [n, b], at most N. Read on the GPU: a captured graph follows it.
         k: 1 to 2048.
         maxima: fp32 [n, b, >= N / 16], the largest visible score of every 16 entries, as `index_score` writes them; computed if missing.
+        blocks: int32 [n, b, K]: the entries are those of K blocks, as `index_score_blocks` scores them; results are theirs.
         page_table: int32 [n, P]: results are slots page * entries_per_page + row; without it they are positions.
+        arrivals: int32 [n, b] of zeros, left as zeros; saves their making. Calls that may overlap in time need one each.
         out: int32 [n, b, k].
 
     Returns:
@@ -223,7 +424,9 @@ def select_topk(
     n, b, num_entries = scores.shape
     if not 1 <= k <= MAX_K:
         raise ValueError(f"select_topk takes k from 1 to {MAX_K}, got {k}")
-    config = config or select_config(num_entries, k)
+    config = config or select_config(n * b, num_entries, k)
+    if config.chunk and config.levels == 1:
+        raise ValueError("a row spread over programs needs 2 or 3 levels")
     if num_entries > TOP_LEVEL * GROUP ** (config.levels - 1):
         raise ValueError(f"{num_entries} entries need more than {config.levels} levels")
     assert scores.dtype == torch.float32 and scores.stride(2) == 1 and scores.stride(0) == b * scores.stride(1)
@@ -254,17 +457,33 @@ def select_topk(
             num_warps=4,
         )
     assert maxima is None or (maxima.is_contiguous() and maxima.shape[-1] >= groups)
+    if config.chunk:
+        _launch_spread(
+            scores,
+            maxima if config.levels == 2 else tops,
+            visible,
+            k,
+            blocks,
+            page_table,
+            entries_per_page,
+            arrivals,
+            out,
+            config,
+        )
+        return out
     width = num_entries if config.levels == 1 else -(-num_entries // GROUP ** (config.levels - 1))
     _select_topk_kernel[(n * b,)](
         scores,
         maxima if maxima is not None else scores,
         tops,
         visible,
+        blocks if blocks is not None else visible,
         page_table if page_table is not None else visible,
         out,
         scores.stride(1),
         maxima.shape[-1] if maxima is not None else 0,
         tops.shape[-1],
+        blocks.shape[2] if blocks is not None else 0,
         page_table.stride(0) if page_table is not None else 0,
         num_entries,
         k,
@@ -273,15 +492,114 @@ def select_topk(
         WIDTH=max(16, triton.next_power_of_2(width)),
         K_BLOCK=triton.next_power_of_2(k),
         GROUP=GROUP,
+        BLOCK=num_entries // blocks.shape[2] if blocks is not None else 0,
         ENTRIES=entries_per_page if page_table is not None else 0,
         num_warps=config.warps,
     )
     return out
 
 
+def candidate_blocks(scores: Tensor, visible: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """The best `blocks` blocks of every query, the one with its newest visible entry always among them (V4.1 spec 3.6).
+
+    Args:
+        scores: fp32 [n, b, N] without NaN; entries at and beyond `visible` are ignored.
+        visible: int32 [n, b], at most N.
+        blocks: 1 to 2048.
+        block_size: entries of a block, a power of two.
+
+    Returns:
+        Blocks int32 [n, b, blocks], ascending, then -1, and how many visible entries they hold, int32 [n, b].
+    """
+    n, b, num_entries = scores.shape
+    count = -(-num_entries // block_size)
+    maxima = scores.new_empty(n, b, count)
+    visible_blocks, visible_candidates = torch.empty_like(visible), torch.empty_like(visible)
+    per_program = 2048 // block_size
+    if count:
+        _block_maxima_kernel[(-(-count // per_program), n * b)](
+            scores,
+            visible,
+            maxima,
+            visible_blocks,
+            visible_candidates,
+            scores.stride(1),
+            count,
+            num_entries,
+            blocks,
+            BLOCK=block_size,
+            BLOCKS=per_program,
+            num_warps=4,
+        )
+    return select_topk(maxima, visible_blocks, blocks), visible_candidates
+
+
+def _launch_spread(
+    scores: Tensor,
+    maxima: Tensor,
+    visible: Tensor,
+    k: int,
+    blocks: Tensor | None,
+    page_table: Tensor | None,
+    entries_per_page: int,
+    arrivals: Tensor | None,
+    out: Tensor,
+    config: SelectConfig,
+) -> None:
+    n, b, num_entries = scores.shape
+    chunks = -(-num_entries // config.chunk)
+    candidates = torch.empty(2, n * b, chunks * config.chunk, dtype=torch.int32, device=scores.device)
+    _select_spread_kernel[(chunks, n * b)](
+        scores,
+        maxima,
+        visible,
+        blocks if blocks is not None else visible,
+        page_table if page_table is not None else visible,
+        out,
+        candidates[0],
+        candidates[1],
+        candidates.new_empty(n * b, chunks),
+        arrivals if arrivals is not None else candidates.new_zeros(n * b),
+        scores.stride(1),
+        maxima.shape[-1],
+        blocks.shape[2] if blocks is not None else 0,
+        page_table.stride(0) if page_table is not None else 0,
+        num_entries,
+        k,
+        b,
+        **_spread_constants(num_entries, k, config),
+        BLOCK=num_entries // blocks.shape[2] if blocks is not None else 0,
+        ENTRIES=entries_per_page if page_table is not None else 0,
+        num_warps=config.warps,
+    )
+
+
+def _spread_constants(num_entries: int, k: int, config: SelectConfig) -> dict[str, int]:
+    span = GROUP ** (config.levels - 1)
+    values = triton.next_power_of_2(-(-num_entries // span))
+    width = max(16, min(4096, values))
+    return {
+        "SPAN": span,
+        "CHUNK": config.chunk,
+        "LOG_CHUNKS": max(1, (-(-num_entries // config.chunk) - 1).bit_length()),
+        "WIDTH": width,
+        "DEPTH": max(1, values // width),
+        "K_BLOCK": triton.next_power_of_2(k),
+        "GROUP": GROUP,
+    }
+
+
 def aot_cases() -> list[AotCase]:
     """One, two and three levels, positions and slots."""
-    pointers = {"scores": "*fp32", "maxima": "*fp32", "tops": "*fp32", "visible": "*i32", "page_table": "*i32", "out": "*i32"}
+    pointers = {
+        "scores": "*fp32",
+        "maxima": "*fp32",
+        "tops": "*fp32",
+        "visible": "*i32",
+        "blocks": "*i32",
+        "page_table": "*i32",
+        "out": "*i32",
+    }
     strides = ("score_stride", "maxima_stride", "tops_stride")
     cases = []
     for num_entries, k, entries in (
@@ -291,17 +609,21 @@ def aot_cases() -> list[AotCase]:
         (1048576, 512, 64),
         (131072, 2048, 0),
     ):
-        config = select_config(num_entries, k)
+        config = select_config(1024, num_entries, k)
         cases.append(
             AotCase(
                 name=f"select_topk[N={num_entries},k={k},levels={config.levels},entries_per_page={entries}]",
                 kernel=_select_topk_kernel,
-                signature={**pointers, **dict.fromkeys((*strides, "table_stride", "num_entries", "k", "queries"), "i32")},
+                signature={
+                    **pointers,
+                    **dict.fromkeys((*strides, "blocks_stride", "table_stride", "num_entries", "k", "queries"), "i32"),
+                },
                 constants={
                     "LEVELS": config.levels,
                     "WIDTH": triton.next_power_of_2(-(-num_entries // GROUP ** (config.levels - 1))),
                     "K_BLOCK": k,
                     "GROUP": GROUP,
+                    "BLOCK": 0,
                     "ENTRIES": entries,
                 },
                 num_warps=config.warps,
@@ -309,12 +631,48 @@ def aot_cases() -> list[AotCase]:
                 spill_reason="one program holds GROUP * k keys" if k > 512 else None,
             )
         )
+    for num_entries, k in ((32768, 512), (262144, 512), (262144, 1024), (1048576, 512), (131072, 2048)):
+        config = select_config(1, num_entries, k)
+        cases.append(
+            AotCase(
+                name=f"select_spread[N={num_entries},k={k},levels={config.levels}]",
+                kernel=_select_spread_kernel,
+                signature={n: t for n, t in pointers.items() if n != "tops"}
+                | dict.fromkeys(("candidate_keys", "candidates", "chunk_counts", "arrivals"), "*i32")
+                | dict.fromkeys(
+                    ("score_stride", "maxima_stride", "blocks_stride", "table_stride", "num_entries", "k", "queries"), "i32"
+                ),
+                constants=_spread_constants(num_entries, k, config) | {"BLOCK": 0, "ENTRIES": 64},
+                num_warps=config.warps,
+                aligned=(
+                    "scores",
+                    "maxima",
+                    "candidate_keys",
+                    "candidates",
+                    "out",
+                    "score_stride",
+                    "maxima_stride",
+                    "num_entries",
+                ),
+            )
+        )
+    cases.append(
+        AotCase(
+            name="block_maxima[block_size=8]",
+            kernel=_block_maxima_kernel,
+            signature={"scores": "*fp32", "visible": "*i32", "maxima": "*fp32"}
+            | dict.fromkeys(("visible_blocks", "visible_candidates"), "*i32")
+            | dict.fromkeys(("score_stride", "maxima_stride", "num_entries", "kept"), "i32"),
+            constants={"BLOCK": 8, "BLOCKS": 256},
+            aligned=("scores", "maxima", "score_stride", "maxima_stride", "num_entries", "kept"),
+        )
+    )
     for tops in (False, True):
         cases.append(
             AotCase(
                 name=f"group_maxima[tops={tops}]",
                 kernel=_group_maxima_kernel,
-                signature={n: t for n, t in pointers.items() if n not in ("page_table", "out")}
+                signature={n: t for n, t in pointers.items() if n not in ("blocks", "page_table", "out")}
                 | dict.fromkeys((*strides, "num_entries"), "i32"),
                 constants={"GROUP": GROUP, "TOPS": tops, "BLOCK": MAXIMA_BLOCK},
                 aligned=("scores", "maxima", "tops", *strides, "num_entries"),

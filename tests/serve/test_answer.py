@@ -1,4 +1,4 @@
-"""Reasoning and content told apart: the rules of `abyssal.serve.reasoning`, equal for any cut of the updates."""
+"""Reasoning and content told apart: the rules of `abyssal.serve.answer`, equal for any cut of the updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import abyssal
 from abyssal.engine.output import CompletionOutput
 from abyssal.engine.request import FinishReason, RequestUpdate, SamplingParams, TokenLogprobs
-from abyssal.serve.reasoning import ChatProcessor
+from abyssal.serve.answer import ChatProcessor
+from abyssal.serve.conversation import Conversation
 from abyssal.tokenizer import ASSISTANT, BOS, END_THINK, EOS, THINK, USER, Tokenizer
 
 RAW = json.loads((Path(abyssal.__file__).parent / "assets" / "tiny-v4" / "tokenizer.json").read_text())
@@ -45,7 +46,7 @@ def run(
     """The output of `tokens`, given in the pieces that `cuts` makes; `stop_id` is the last token's if that ends it."""
     sampling = SamplingParams(**params)
     prompt = [_BOS, _USER, _ASSISTANT, _THINK if thinking else _END]
-    processor = ChatProcessor(tokenizer, sampling, prompt)
+    processor = ChatProcessor(tokenizer, sampling, prompt, Conversation(()))
     output, reasoning_tokens = CompletionOutput(0), 0
     edges = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     for start, end in pairwise(edges):
@@ -137,7 +138,7 @@ def test_control_tokens_show_where_asked_but_marks_never() -> None:
 
 def test_stop_string_in_reasoning_ends_the_answer() -> None:
     output = run(ids("one two three", "</think>", "four"), True, stop=["two"])
-    assert split(output) == ("one ", "")
+    assert split(output) == ("one", "")  # white space at the end of reasoning is dropped
     assert (output.finish_reason, output.stop_reason) == ("stop", "two")
 
 
@@ -150,7 +151,7 @@ def test_stop_string_is_not_looked_for_across_a_mark() -> None:
 
 def test_stop_string_before_a_mark_in_the_same_update() -> None:
     output = run(ids("a STOP", "</think>", "b"), True, stop=["STOP"])
-    assert split(output) == ("a ", "") and output.stop_reason == "STOP"
+    assert split(output) == ("a", "") and output.stop_reason == "STOP"
     assert output.token_ids == ids("a STOP"), "tokens after the end do not count"
 
 
@@ -168,7 +169,7 @@ def test_min_tokens_counts_reasoning_and_marks(min_tokens: int) -> None:
 
 
 def test_updates_after_the_end_are_ignored() -> None:
-    processor = ChatProcessor(TINY, SamplingParams(stop=["X"]), [_THINK])
+    processor = ChatProcessor(TINY, SamplingParams(stop=["X"]), [_THINK], Conversation(()))
     first = processor.push(RequestUpdate("r", ids("aX"), None, None))
     late = processor.push(RequestUpdate("r", ids("b", "</think>", "c"), None, None))
     assert (first.reasoning, first.finish_reason) == ("a", "stop")

@@ -1,0 +1,295 @@
+"""The ops in Triton, and in Gluon where that is faster on Hopper. All tokens of a step in one launch; bf16 only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from abyssal.config import LayerPlan, ModelConfig
+from abyssal.errors import ConfigError
+from abyssal.kv.batch import Batch, CompressFacts, QueryLists, Span, StoreFacts, page_slots
+from abyssal.kv.layouts import Grid, Layout
+from abyssal.kv.pool import KVCache, RecordView
+from abyssal.kv.specs import CachePlan
+from abyssal.ops._select import Query, Selection, decides, publishes
+from abyssal.ops.compress.triton import Pages, compress
+from abyssal.ops.hyper_connection import MixWeights, Site
+from abyssal.ops.hyper_connection import triton as hc
+from abyssal.ops.index_query.triton import index_query
+from abyssal.ops.index_score import index_score as reference_score
+from abyssal.ops.index_score import triton as portable_score
+from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES
+from abyssal.ops.output_quant.triton import output_quant
+from abyssal.ops.qkv_insert.triton import qkv_insert, window_store
+from abyssal.ops.select_topk import candidate_mask
+from abyssal.ops.select_topk import select_topk as select_among
+from abyssal.ops.select_topk.triton import MAX_K, select_topk
+from abyssal.ops.sparse_attention import triton as portable_attention
+from abyssal.ops.sparse_attention.arguments import KeyList, Records, check_layouts
+
+log = logging.getLogger("abyssal")
+
+MAX_HEADS = 128
+
+
+class KernelOps:
+    """Kernels for one model on one device."""
+
+    as_lists = True
+
+    def __init__(
+        self,
+        backend: str,
+        model: ModelConfig,
+        caches: CachePlan,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            backend: triton or hopper.
+            max_tokens: tokens of a step for which memory is set aside; a larger step makes more.
+
+        Raises:
+            ConfigError: a kernel does not take these sizes or records.
+        """
+        check_model(model, caches)
+        self.hidden, self.device = model.hidden_size, device
+        self._attention: Callable[..., tuple[Tensor, Tensor]] = portable_attention.sparse_attention
+        self._score: Callable[..., Tensor] = portable_score.index_score
+        keys = [spec for name, spec in caches.specs.items() if name.endswith("_index")]
+        self._scores_pages = all(spec.entries_per_page == KEYS_PER_TILE for spec in keys)
+        gluon, plain = [], ["moe", "linear"]
+        if backend == "hopper":
+            from abyssal.ops.sparse_attention import gluon as hopper_attention
+
+            self._attention = hopper_attention.sparse_attention
+            gluon.append("sparse_attention")
+        if backend == "hopper" and self._scores_pages and all(spec.layout.name != "index_bf16" for spec in keys):
+            from abyssal.ops.index_score import gluon as hopper_score
+
+            self._score = hopper_score.index_score
+            gluon.append("index_score")
+        if not self._scores_pages:
+            plain.append(f"index_score (pages of other than {KEYS_PER_TILE} keys)")
+        if any(plan.candidates == "use" for plan in model.layers):
+            plain.append("select_topk among candidates")
+        self._reserve(max_tokens)
+        log.info("ops: Gluon %s; PyTorch %s; all others Triton", ", ".join(gluon) or "none", ", ".join(plain))
+
+    def _reserve(self, tokens: int) -> None:
+        """Memory through which the programs of a `site` hand their sums over."""
+        self._handover = hc.HandoverState.allocate(tokens, self.hidden, self.device)
+        self._reserved = tokens
+
+    def qkv_insert(
+        self, q: Tensor, kv: Tensor, rope: Tensor, window: RecordView, layer_row: int, store: StoreFacts, eps: float | None
+    ) -> Tensor:
+        assert len(store.rows) == len(kv), "the window stores every token of a step"
+        return qkv_insert(q, kv, rope, *_records(window), store.slots[layer_row], eps)
+
+    def compress(
+        self,
+        rows: Tensor,
+        norm: Tensor,
+        facts: CompressFacts,
+        store: StoreFacts | None,
+        state: RecordView | None,
+        sums: RecordView | None,
+        entries: RecordView,
+        layer_row: int,
+        *,
+        overlap: bool,
+        rotate_keys: bool,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        latent = compress(
+            rows, norm, facts, store, _pages(state), _pages(sums), Pages(entries.spec.name, *_records(entries)), layer_row,
+            overlap=overlap, rotate_keys=rotate_keys, eps=eps, dtype=dtype, with_latent=True,
+        )  # fmt: skip
+        assert latent is not None
+        return latent
+
+    def store_latent_keys(self, keys: Tensor, facts: CompressFacts, view: RecordView, layer_row: int) -> None:
+        window_store(keys, facts.rope, *_records(view), facts.entry_slots[view.spec.name][layer_row])
+
+    def index_query(
+        self, q: Tensor, head_weights: Tensor, rope: Tensor, *, rotate_query: bool, grid: Grid | None
+    ) -> tuple[Tensor, Tensor]:
+        return index_query(q, head_weights, rope, rotate_query=rotate_query, grid=grid)
+
+    def new_selection(self, batch: Batch) -> Selection:
+        return Selection([None], [None] * len(_lists(batch).spans))
+
+    def choose(
+        self, plan: LayerPlan, config: ModelConfig, query: Query, batch: Batch, cache: KVCache, selection: Selection
+    ) -> None:
+        lists, ratio = _lists(batch), plan.ratio
+        if plan.candidates != "use":
+            selection.candidates = [None] * len(lists.spans)
+        selection.entries = [None]
+        seen = zip(lists.spans, selection.candidates, strict=True)
+        if not any(decides(plan, config, span.max_visible[ratio], mask) for span, mask in seen):
+            return
+        q, weights = query()
+        k = min(config.index_topk, lists.max_visible[ratio])
+        chosen = torch.full((len(q), k), -1, dtype=torch.int32, device=q.device)
+        for i, span in enumerate(lists.spans):
+            if span.max_visible[ratio]:
+                mask = self._choose_in(span, plan, config, q, weights, batch, cache, selection.candidates[i], chosen)
+                selection.candidates[i] = mask
+        selection.entries = [chosen]
+
+    def _choose_in(
+        self,
+        span: Span,
+        plan: LayerPlan,
+        config: ModelConfig,
+        q: Tensor,
+        weights: Tensor,
+        batch: Batch,
+        cache: KVCache,
+        candidates: Tensor | None,
+        chosen: Tensor,
+    ) -> Tensor | None:
+        """Fill the span's rows of `chosen` [T, k]; the candidates that later indexers of the span have."""
+        assert plan.kv_source is not None
+        keys, records = cache.views[f"c{plan.ratio}_index"], cache.views[f"c{plan.ratio}"]
+        shape, count = span.shape, span.max_visible[plan.ratio]
+        key_pages, entry_pages = (
+            batch.tables[v.spec.name][v.spec.row(plan.kv_source)][span.sequences] for v in (keys, records)
+        )  # [n, pages]
+        visible = _lists(batch).visible[plan.ratio][span.rows].view(shape)
+        out = chosen[span.rows].view(*shape, -1)
+        scores, maxima = self._scores(
+            q[span.rows].unflatten(0, shape), weights[span.rows].unflatten(0, shape), keys, key_pages, visible, count
+        )
+        per_page = records.spec.entries_per_page
+        if candidates is None:
+            select_topk(scores, visible, out.shape[2], maxima=maxima, page_table=entry_pages, entries_per_page=per_page, out=out)
+        else:
+            entries = select_among(scores, visible, out.shape[2], candidates)  # [n, b, <= k]
+            index = entries.clamp(min=0).flatten(1).long()
+            slots = (entry_pages.gather(1, index // per_page) * per_page + index % per_page).view_as(entries)
+            out[..., : entries.shape[2]] = slots.int().masked_fill_(entries < 0, -1)
+        if publishes(plan, config, count):
+            assert config.candidate_topk_blocks is not None and config.candidate_block_size is not None
+            return candidate_mask(scores, visible, config.candidate_topk_blocks, config.candidate_block_size)
+        return candidates
+
+    def _scores(
+        self, q: Tensor, weights: Tensor, keys: RecordView, pages: Tensor, visible: Tensor, count: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores fp32 [n, b, count], and the largest of every GROUP where they are known; what is not visible may hold anything."""
+        if not self._scores_pages:
+            return reference_score(q.float(), weights, keys.read(page_slots(pages, keys.spec, count)), visible), None
+        maxima = torch.empty(*q.shape[:2], -(-count // GROUP), dtype=torch.float32, device=q.device)
+        scores = self._score(
+            q, weights, keys.pages, pages, visible, layout=keys.spec.layout, entries_per_page=keys.spec.entries_per_page,
+            num_entries=count, maxima=maxima,
+        )  # fmt: skip
+        return scores, maxima
+
+    def attend(
+        self, q: Tensor, plan: LayerPlan, batch: Batch, cache: KVCache, selection: Selection, sink: Tensor, scale: float
+    ) -> Tensor:
+        lists = _lists(batch)
+        window = KeyList(_records(cache.views["window"]), lists.window_slots[plan.layer], lists.window_lengths)
+        entries = None
+        if plan.kv_source is not None and lists.max_visible[plan.ratio]:
+            view, visible = cache.views[f"c{plan.ratio}"], lists.visible[plan.ratio]
+            chosen = selection.entries[0] if plan.selection == "topk" else None
+            if chosen is None:
+                entries = KeyList(_records(view), lists.all_entries(view.spec.name, view.spec.row(plan.kv_source)), visible)
+            else:
+                entries = KeyList(_records(view), chosen, visible.clamp(max=chosen.shape[1]))
+        return self._attention(q, window, entries, sink, scale)[0]
+
+    def output_quant(self, out: Tensor, rope: Tensor, tile: int | None, dtype: torch.dtype) -> Tensor:
+        return output_quant(out, rope, tile, dtype)
+
+    def mix_weights(self, weights: MixWeights) -> hc.KernelWeights:
+        return hc.KernelWeights.prepare(weights)
+
+    def site(
+        self,
+        source: Tensor,
+        norm_weight: Tensor,
+        weights: Any,
+        *,
+        out: Tensor | None,
+        post: Tensor | None,
+        comb: Tensor | None,
+        pre: Tensor | None,
+        rms_eps: float,
+        eps: float,
+        iterations: int,
+    ) -> Site:
+        if len(source) > self._reserved:
+            self._reserve(len(source))
+        return hc.site(
+            source, norm_weight, weights, self._handover, out=out, post=post, comb=comb, pre=pre, rms_eps=rms_eps, eps=eps,
+            iterations=iterations,
+        )  # fmt: skip
+
+    def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return hc.expand(streams, out, post, comb)
+
+
+def check_model(model: ModelConfig, caches: CachePlan) -> None:
+    """Refuse what the kernels do not take, by name.
+
+    Raises:
+        ConfigError: naming the size or record.
+    """
+    limits = [
+        ("num_attention_heads", model.num_heads, model.num_heads <= MAX_HEADS, f"at most {MAX_HEADS}"),
+        ("hc_mult", model.hc_mult, model.hc_mult == hc.STREAMS, str(hc.STREAMS)),
+        ("hidden_size", model.hidden_size, model.hidden_size % 16 == 0, "a multiple of 16"),
+    ]
+    indexed = [plan for plan in model.layers if plan.index_source is not None]
+    if indexed:
+        limits += [
+            ("index_n_heads", model.index_heads, model.index_heads in (8, 16, 32, 64), "8, 16, 32 or 64"),
+            ("index_topk", model.index_topk, model.index_topk <= MAX_K, f"at most {MAX_K}"),
+        ]
+    for name, value, fits, known in limits:
+        if not fits:
+            raise ConfigError(f"{name}={value}: the kernels take {known}; use backend=reference")
+    for name, spec in caches.specs.items():
+        if name.endswith("_index") and spec.layout.name not in QUERY_DTYPES:
+            raise ConfigError(
+                f"index keys {spec.layout.name!r}: the kernels read {', '.join(QUERY_DTYPES)}; choose another index_layout or "
+                "backend=reference"
+            )
+    compressed: list[Layout | None] = [
+        spec.layout for name, spec in caches.specs.items() if spec.lifetime == "context" and not name.endswith("_index")
+    ]
+    for layout in compressed or [None]:
+        check_layouts(caches.specs["window"].layout, layout)
+    for plan in indexed:
+        assert plan.index_source is not None
+        source = model.layers[plan.index_source]
+        if source.kv_source != plan.kv_source:
+            raise ConfigError(
+                f"layer {plan.layer} reads compressed KV of layer {plan.kv_source} by the choice of layer {source.layer}, made among that "
+                f"of layer {source.kv_source}: the kernels keep choices as places in memory; use backend=reference"
+            )
+
+
+def _records(view: RecordView) -> Records:
+    return Records(view.pages, view.spec.layout, view.spec.entries_per_page)
+
+
+def _pages(view: RecordView | None) -> Pages | None:
+    return None if view is None else Pages(view.spec.name, *_records(view))
+
+
+def _lists(batch: Batch) -> QueryLists:
+    assert batch.lists is not None, "the batch was built for the reference"
+    return batch.lists

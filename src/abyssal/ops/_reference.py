@@ -1,0 +1,142 @@
+"""The ops in plain PyTorch, on any device. Queries come in groups that share a gather of their keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from abyssal.config import LayerPlan, ModelConfig
+from abyssal.kv.batch import Batch, CompressFacts, QueryGroup, StoreFacts
+from abyssal.kv.layouts import Grid
+from abyssal.kv.pool import KVCache, RecordView
+from abyssal.ops import hyper_connection as hc
+from abyssal.ops._select import Query, Selection, decides, publishes
+from abyssal.ops.compress import compress, store_entries
+from abyssal.ops.index_query import index_query
+from abyssal.ops.index_score import index_score
+from abyssal.ops.output_quant import output_quant
+from abyssal.ops.qkv_insert import qkv_insert
+from abyssal.ops.select_topk import candidate_mask, select_topk
+from abyssal.ops.sparse_attention import sparse_attention
+
+
+class ReferenceOps:
+    as_lists = False
+
+    def qkv_insert(
+        self, q: Tensor, kv: Tensor, rope: Tensor, window: RecordView, layer_row: int, store: StoreFacts, eps: float | None
+    ) -> Tensor:
+        return qkv_insert(q, kv, rope, window, layer_row, store, eps)
+
+    def compress(
+        self,
+        rows: Tensor,
+        norm: Tensor,
+        facts: CompressFacts,
+        store: StoreFacts | None,
+        state: RecordView | None,
+        sums: RecordView | None,
+        entries: RecordView,
+        layer_row: int,
+        *,
+        overlap: bool,
+        rotate_keys: bool,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        return compress(
+            rows, norm, facts, store, state, sums, entries, layer_row, overlap=overlap, rotate_keys=rotate_keys, eps=eps, dtype=dtype
+        )  # fmt: skip
+
+    def store_latent_keys(self, keys: Tensor, facts: CompressFacts, view: RecordView, layer_row: int) -> None:
+        store_entries(keys, facts, view, layer_row, rotate_keys=False)
+
+    def index_query(
+        self, q: Tensor, head_weights: Tensor, rope: Tensor, *, rotate_query: bool, grid: Grid | None
+    ) -> tuple[Tensor, Tensor]:
+        return index_query(q, head_weights, rope, rotate_query=rotate_query, grid=grid)
+
+    def new_selection(self, batch: Batch) -> Selection:
+        return Selection([None] * len(batch.groups), [None] * len(batch.groups))
+
+    def choose(
+        self, plan: LayerPlan, config: ModelConfig, query: Query, batch: Batch, cache: KVCache, selection: Selection
+    ) -> None:
+        if plan.candidates != "use":
+            selection.candidates = [None] * len(batch.groups)
+        selection.entries = [None] * len(batch.groups)
+        seen = [group.max_visible[plan.ratio] for group in batch.groups]
+        scored = [i for i, count in enumerate(seen) if decides(plan, config, count, selection.candidates[i])]
+        if not scored:
+            return
+        assert plan.kv_source is not None
+        keys = cache.views[f"c{plan.ratio}_index"]
+        q, weights = query()
+        for i in scored:
+            group = batch.groups[i]
+            rows = keys.read(batch.entry_slots(keys.spec, plan.kv_source, group))  # [n, N, Di]
+            visible, shape = group.visible[plan.ratio], group.shape
+            scores = index_score(q[group.rows].unflatten(0, shape), weights[group.rows].unflatten(0, shape), rows, visible)
+            selection.entries[i] = select_topk(scores, visible, config.index_topk, selection.candidates[i])
+            if publishes(plan, config, seen[i]):
+                assert config.candidate_topk_blocks is not None and config.candidate_block_size is not None
+                selection.candidates[i] = candidate_mask(
+                    scores, visible, config.candidate_topk_blocks, config.candidate_block_size
+                )
+
+    def attend(
+        self, q: Tensor, plan: LayerPlan, batch: Batch, cache: KVCache, selection: Selection, sink: Tensor, scale: float
+    ) -> Tensor:
+        chosen = selection.entries if plan.selection == "topk" else [None] * len(batch.groups)
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        for group, indices in zip(batch.groups, chosen, strict=True):
+            window = cache.views["window"].read(group.window_slots[plan.layer])
+            entries, hidden = _entries(plan, group, indices, batch, cache)
+            rows = q[group.rows].unflatten(0, group.shape)
+            out[group.rows] = sparse_attention(rows, window, group.window_hidden, entries, hidden, sink, scale).flatten(0, 1)
+        return out
+
+    def output_quant(self, out: Tensor, rope: Tensor, tile: int | None, dtype: torch.dtype) -> Tensor:
+        return output_quant(out, rope, tile, dtype)
+
+    def mix_weights(self, weights: hc.MixWeights) -> hc.MixWeights:
+        return weights
+
+    def site(
+        self,
+        source: Tensor,
+        norm_weight: Tensor,
+        weights: Any,
+        *,
+        out: Tensor | None,
+        post: Tensor | None,
+        comb: Tensor | None,
+        pre: Tensor | None,
+        rms_eps: float,
+        eps: float,
+        iterations: int,
+    ) -> hc.Site:
+        return hc.site(
+            source, norm_weight, weights, out=out, post=post, comb=comb, pre=pre, rms_eps=rms_eps, eps=eps, iterations=iterations
+        )
+
+    def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return hc.expand(streams, out, post, comb)
+
+
+def _entries(
+    plan: LayerPlan, group: QueryGroup, chosen: Tensor | None, batch: Batch, cache: KVCache
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Compressed entries and from whom they are hidden: all visible ones [n, N, d], or the chosen ones [n, b, K, d]."""
+    if plan.kv_source is None or group.max_visible[plan.ratio] == 0:
+        return None, None
+    records = cache.views[f"c{plan.ratio}"]
+    slots = batch.entry_slots(records.spec, plan.kv_source, group)  # [n, N]
+    if chosen is None:
+        index = torch.arange(slots.shape[1], device=slots.device)
+        return records.read(slots), index >= group.visible[plan.ratio].unsqueeze(-1)
+    hidden = chosen < 0
+    flat = slots.gather(1, chosen.clamp(min=0).flatten(1).long()).view_as(chosen)
+    return records.read(flat.masked_fill_(hidden, -1)), hidden

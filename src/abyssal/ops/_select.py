@@ -1,0 +1,139 @@
+"""Which implementation of the ops a model runs: chosen once, when the model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from abyssal.config import EngineConfig, Gpu, LayerPlan, ModelConfig
+from abyssal.kv.batch import Batch, CompressFacts, StoreFacts
+from abyssal.kv.layouts import Grid
+from abyssal.kv.pool import KVCache, RecordView
+from abyssal.kv.specs import CachePlan
+from abyssal.ops.hyper_connection import MixWeights, Site
+
+
+@dataclass(slots=True)
+class Selection:
+    """What index sources leave for the layers after them within one step; None stands for all visible entries.
+
+    The reference has an item per query group: entries int32 [n, b, K], indices. Kernels have one for the step: int32 [T, K], slots.
+    Unused ones are -1.
+    """
+
+    entries: list[Tensor | None]  # of the latest index source
+    candidates: list[Tensor | None]  # bool [n, b, N] per query group or span, the entries that later indexers may choose from
+
+
+Query = Callable[[], tuple[Tensor, Tensor]]  # index queries and head weights as `Ops.index_query` returns them
+
+
+class Ops(Protocol):
+    """The ops of a step that have kernels, with one signature for every implementation; shapes are those of the reference."""
+
+    as_lists: bool  # which view of a step's queries `build_batch` prepares
+
+    def qkv_insert(
+        self, q: Tensor, kv: Tensor, rope: Tensor, window: RecordView, layer_row: int, store: StoreFacts, eps: float | None
+    ) -> Tensor: ...
+
+    def compress(
+        self,
+        rows: Tensor,
+        norm: Tensor,
+        facts: CompressFacts,
+        store: StoreFacts | None,
+        state: RecordView | None,
+        sums: RecordView | None,
+        entries: RecordView,
+        layer_row: int,
+        *,
+        overlap: bool,
+        rotate_keys: bool,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> Tensor: ...
+
+    def store_latent_keys(self, keys: Tensor, facts: CompressFacts, view: RecordView, layer_row: int) -> None: ...
+
+    def index_query(
+        self, q: Tensor, head_weights: Tensor, rope: Tensor, *, rotate_query: bool, grid: Grid | None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def new_selection(self, batch: Batch) -> Selection: ...
+
+    def choose(
+        self, plan: LayerPlan, config: ModelConfig, query: Query, batch: Batch, cache: KVCache, selection: Selection
+    ) -> None:
+        """Replace what `selection` holds by the choice of layer `plan`; `query` is called where a choice has to be made."""
+
+    def attend(
+        self, q: Tensor, plan: LayerPlan, batch: Batch, cache: KVCache, selection: Selection, sink: Tensor, scale: float
+    ) -> Tensor:
+        """q [T, H, D] over every query's window and entries -> [T, H, D]."""
+
+    def output_quant(self, out: Tensor, rope: Tensor, tile: int | None, dtype: torch.dtype) -> Tensor: ...
+
+    def mix_weights(self, weights: MixWeights) -> Any:
+        """The weights of a mixing site as `site` takes them."""
+
+    def site(
+        self,
+        source: Tensor,
+        norm_weight: Tensor,
+        weights: Any,
+        *,
+        out: Tensor | None,
+        post: Tensor | None,
+        comb: Tensor | None,
+        pre: Tensor | None,
+        rms_eps: float,
+        eps: float,
+        iterations: int,
+    ) -> Site: ...
+
+    def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor: ...
+
+
+def publishes(plan: LayerPlan, config: ModelConfig, count: int) -> bool:
+    """Whether `count` visible entries are more than the candidate blocks of layer `plan` can hold."""
+    if plan.candidates != "publish":
+        return False
+    assert config.candidate_topk_blocks is not None and config.candidate_block_size is not None
+    return count > config.candidate_topk_blocks * config.candidate_block_size
+
+
+def decides(plan: LayerPlan, config: ModelConfig, count: int, candidates: Tensor | None) -> bool:
+    """Whether a query that sees `count` entries cannot simply take, or publish, all of them."""
+    return count > config.index_topk or candidates is not None or publishes(plan, config, count)
+
+
+def find_gpu() -> Gpu | None:
+    """The CUDA device of this process; None: there is none."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        release: str | None = version("triton")
+    except PackageNotFoundError:
+        release = None
+    return Gpu(torch.cuda.get_device_capability(), release)
+
+
+def select_ops(config: EngineConfig, model: ModelConfig, caches: CachePlan, device: torch.device) -> Ops:
+    """The implementation that the resolved `config` names.
+
+    Raises:
+        ConfigError: a kernel does not take this model's sizes or records.
+    """
+    if config.backend == "reference":
+        from abyssal.ops._reference import ReferenceOps
+
+        return ReferenceOps()
+    from abyssal.ops._kernels import KernelOps
+
+    return KernelOps(config.backend, model, caches, config.max_num_batched_tokens, device)

@@ -1,0 +1,80 @@
+"""The way of every conversation from its API to the engine: prompt, grammar, job."""
+
+from __future__ import annotations
+
+import asyncio
+
+from abyssal.engine.output import CompletionOutput
+from abyssal.engine.request import Grammar, RequestUpdate, SamplingParams
+from abyssal.errors import RequestError
+from abyssal.serve.answer import ChatDelta, ChatProcessor
+from abyssal.serve.context import Server
+from abyssal.serve.conversation import Conversation
+from abyssal.serve.generation import Job
+from abyssal.serve.structure import answer_format
+from abyssal.tokenizer import DSML, END_THINK, THINK
+
+
+class ChatJob(Job[ChatDelta]):
+    """n answers to one conversation."""
+
+    def __init__(
+        self,
+        server: Server,
+        conversation: Conversation,
+        ids: list[int],
+        params: SamplingParams,
+        cache_salt: str | None,
+        grammar: Grammar | None,
+    ) -> None:
+        super().__init__(server, [ids], params, cache_salt, grammar)
+        self.conversation = conversation
+        self.tokenizer = server.require_tokenizer("messages")
+        self._processors = [ChatProcessor(self.tokenizer, params, ids, conversation) for _ in self.requests]
+        self.outputs = [CompletionOutput(i) for i in range(len(self.requests))]
+        self.reasoning_tokens = 0
+
+    def push(self, index: int, update: RequestUpdate) -> ChatDelta:
+        delta = self._processors[index].push(update)
+        self.outputs[index].add(delta)
+        self.reasoning_tokens += delta.num_reasoning_tokens
+        return delta
+
+
+async def start_chat(
+    server: Server, conversation: Conversation, params: SamplingParams, where: str = "messages", cache_salt: str | None = None
+) -> ChatJob:
+    """The job of a conversation, checked as far as that is possible before the engine has it.
+
+    Args:
+        where: the request's field that holds the messages.
+
+    Raises:
+        RequestError: it cannot be served as asked.
+    """
+    ids = await encode(server, conversation)
+    try:
+        job = ChatJob(server, conversation, ids, params, cache_salt, await _grammar(server, conversation, ids))
+    except RequestError as error:
+        error.param = where if error.param in ("prompt", "messages") else error.param
+        raise
+    return job
+
+
+async def encode(server: Server, conversation: Conversation) -> list[int]:
+    """The prompt's ids; in a thread, since a long one takes seconds."""
+    return await asyncio.to_thread(server.chat.encode, server.require_tokenizer("messages"), conversation)
+
+
+async def _grammar(server: Server, conversation: Conversation, ids: list[int]) -> Grammar | None:
+    tokenizer = server.require_tokenizer("messages")
+    where = "tools" if conversation.response_format is None else conversation.response_format.where
+    try:
+        tag = answer_format(conversation, server.chat.release, tokenizer.find_special(DSML))
+    except RecursionError as error:
+        raise RequestError(f"{where}: a schema refers to itself without end", param=where) from error
+    if tag is None:
+        return None
+    key, compiled = await server.grammars.compile(tag, where)
+    thinks = ids[-1] == tokenizer.find_special(THINK)
+    return Grammar(key, compiled, after=tokenizer.special_id(END_THINK) if thinks else None)

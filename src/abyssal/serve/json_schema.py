@@ -1,0 +1,278 @@
+"""Which JSON schemas structured output can hold to. The grammar library leaves out what it does not know; here it is refused by path.
+
+A schema that passes gives answers that validate: what the grammar allows is at most what the schema allows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from abyssal.errors import RequestError
+
+MAX_DEPTH = 64  # schemas within schemas
+MAX_SCHEMAS = 5_000
+MAX_VALUES = 5_000  # of all enums together
+MAX_ONE_OF = 64  # alternatives of a oneOf: each is compared with each
+MAX_COUNT = 10_000  # of minLength and its like: the grammar counts in states
+
+TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None), "object": dict, "array": list}
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_UNSUPPORTED = (
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas", "dependencies",
+    "patternProperties", "unevaluatedItems", "additionalItems", "$dynamicRef", "$recursiveRef", "$anchor",
+)  # fmt: skip
+_CONSTRAINTS = frozenset((
+    "type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "properties", "required", "additionalProperties", "propertyNames",
+    "items", "prefixItems", "uniqueItems", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    "unevaluatedProperties", *_COUNTS, *_UNSUPPORTED,
+))  # fmt: skip
+
+Schema = dict[str, Any] | bool
+
+
+def check_schema(schema: Schema, where: str) -> None:
+    """Refuse what the grammar cannot hold to.
+
+    Args:
+        where: the request's field that holds the schema.
+
+    Raises:
+        RequestError: its `param` is the path in the schema.
+    """
+    todo: list[tuple[Any, str, int]] = [(schema, where, 1)]
+    num_schemas = num_values = 0
+    while todo:
+        node, path, depth = todo.pop()
+        num_schemas += 1
+        if depth > MAX_DEPTH:
+            _refuse(path, f"schemas may be nested {MAX_DEPTH} deep")
+        if num_schemas > MAX_SCHEMAS:
+            _refuse(where, f"a schema may hold at most {MAX_SCHEMAS} schemas")
+        if node is True:
+            continue
+        if not isinstance(node, dict):
+            _refuse(path, f"{reprlib.repr(node)} is no schema that a value can follow")
+        num_values += len(node["enum"]) if isinstance(node.get("enum"), list) else 0
+        if num_values > MAX_VALUES:
+            _refuse(path, f"a schema may list at most {MAX_VALUES} values")
+        _check_node(node, path, schema)
+        todo += ((child, child_path, depth + 1) for child, child_path in children(node, path))
+
+
+def children(node: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
+    """Schemas directly within a schema, with their paths.
+
+    Raises:
+        RequestError: a place for schemas holds something else.
+    """
+    for key in ("properties", "$defs", "definitions"):
+        table = node.get(key)
+        if not isinstance(table, dict | None):
+            _refuse(f"{path}.{key}", "must be an object of schemas")
+        for name, child in (table or {}).items():
+            yield child, f"{path}.{key}.{name}"
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        entries = node.get(key)
+        if entries is None:
+            continue
+        if not isinstance(entries, list) or not entries:
+            _refuse(f"{path}.{key}", "must be a non-empty list of schemas")
+        for i, child in enumerate(entries):
+            yield child, f"{path}.{key}[{i}]"
+    for key in ("items", "additionalProperties", "propertyNames"):
+        if node.get(key) not in (None, False):
+            yield node[key], f"{path}.{key}"
+
+
+def types_of(node: Schema, root: Schema) -> frozenset[str]:
+    """JSON types that a value of this schema can have, as far as it says so; all of them otherwise."""
+    node = deref(node, root)
+    if not isinstance(node, dict):
+        return frozenset(TYPES)
+    if "type" in node:
+        named = node["type"]
+        return frozenset([named] if isinstance(named, str) else named)
+    if "const" in node or isinstance(node.get("enum"), list):
+        values = [node["const"]] if "const" in node else node["enum"]
+        return frozenset(name for name in TYPES for value in values if _is_of(value, name))
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(node.get(key), list):
+            return frozenset().union(*(types_of(child, root) for child in node[key]))
+    return frozenset(TYPES)
+
+
+def deref(node: Any, root: Schema) -> Any:
+    """The schema that `$ref` leads to; None where it leads nowhere."""
+    seen: set[str] = set()
+    while isinstance(node, dict) and "$ref" in node:
+        reference = node["$ref"]
+        if not isinstance(reference, str) or reference in seen or not re.match(r"#(/|$)", reference):
+            return None
+        seen.add(reference)
+        node = root
+        for step in reference[2:].split("/") if len(reference) > 1 else []:
+            step = step.replace("~1", "/").replace("~0", "~")
+            node = node.get(step) if isinstance(node, dict) else None
+    return node
+
+
+def _check_node(node: dict[str, Any], path: str, root: Schema) -> None:
+    """One schema, without those within it."""
+    for name in _UNSUPPORTED:
+        if name in node:
+            _refuse(f"{path}.{name}", "structured output cannot hold to it; leave it out")
+    if node.get("uniqueItems"):
+        _refuse(f"{path}.uniqueItems", "structured output cannot hold to it; leave it out")
+    _check_type(node, path)
+    _check_counts(node, path)
+    _check_pattern(node, path)
+    _check_values(node, path)
+    _check_alternatives(node, path, root)
+    _check_object(node, path)
+    if isinstance(node.get("items"), list):
+        _refuse(f"{path}.items", "must be one schema; use prefixItems for a list of them")
+
+
+def _check_type(node: dict[str, Any], path: str) -> None:
+    named = node.get("type")
+    names = [named] if isinstance(named, str) else named
+    if named is not None and (not isinstance(names, list) or not names or any(name not in list(TYPES) for name in names)):
+        _refuse(f"{path}.type", f"{reprlib.repr(named)} is not one of {', '.join(TYPES)}, or a list of these")
+    if "multipleOf" in node and named != "integer":
+        _refuse(f"{path}.multipleOf", "structured output holds to it with type integer only")
+
+
+def _check_counts(node: dict[str, Any], path: str) -> None:
+    for name in _COUNTS:
+        if name in node and (type(node[name]) is not int or not 0 <= node[name] <= MAX_COUNT):
+            _refuse(f"{path}.{name}", f"{reprlib.repr(node[name])} must be an integer from 0 to {MAX_COUNT}")
+    for what in ("Length", "Items", "Properties"):
+        if node.get(f"min{what}", 0) > node.get(f"max{what}", MAX_COUNT):
+            _refuse(f"{path}.min{what}", f"is above max{what}")
+    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        if name in node and type(node[name]) not in (int, float):
+            _refuse(f"{path}.{name}", f"{reprlib.repr(node[name])} must be a number")
+
+
+def _check_pattern(node: dict[str, Any], path: str) -> None:
+    if "pattern" not in node:
+        return
+    pattern = node["pattern"]
+    if not isinstance(pattern, str):
+        _refuse(f"{path}.pattern", "must be a regular expression")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        _refuse(f"{path}.pattern", f"{reprlib.repr(pattern)} is no regular expression: {error}")
+    if re.search(r"\(\?[^:]|\\[bB1-9]", pattern):
+        _refuse(f"{path}.pattern", "structured output knows no lookaround, word boundary or back-reference")
+    if "minLength" in node or "maxLength" in node or "format" in node:
+        _refuse(
+            f"{path}.pattern",
+            "structured output cannot hold to a pattern together with a length or format; write it all as a pattern",
+        )
+
+
+def _check_values(node: dict[str, Any], path: str) -> None:
+    if "enum" in node and (not isinstance(node["enum"], list) or not node["enum"]):
+        _refuse(f"{path}.enum", "must be a non-empty list")
+    for key in ("enum", "const"):
+        if key not in node:
+            continue
+        _refuse_siblings(node, path, key, {"type"})
+        values = [node["const"]] if key == "const" else node["enum"]
+        names = [node["type"]] if isinstance(node.get("type"), str) else node.get("type") or TYPES
+        if any(not any(_is_of(value, name) for name in names) for value in values):
+            _refuse(f"{path}.{key}", "holds a value that is not of the schema's type")
+
+
+def _check_alternatives(node: dict[str, Any], path: str, root: Schema) -> None:
+    if "$ref" in node:
+        _refuse_siblings(node, path, "$ref", set())
+        if not isinstance(deref(node, root), dict | bool):
+            _refuse(f"{path}.$ref", f"{reprlib.repr(node['$ref'])} leads to no schema within this one")
+    for key in ("anyOf", "oneOf", "allOf"):
+        entries = node.get(key)
+        if not isinstance(entries, list):
+            continue
+        _refuse_siblings(node, path, key, {"type"})
+        if "type" in node and not all(types_of(child, root) <= types_of({"type": node["type"]}, root) for child in entries):
+            _refuse(f"{path}.type", f"structured output cannot hold to it beside {key}; give each alternative its type")
+        if key == "allOf" and len(entries) > 1:
+            _refuse(f"{path}.allOf", "structured output cannot hold to several schemas at once; write them as one")
+        if key == "oneOf":
+            if len(entries) > MAX_ONE_OF:
+                _refuse(f"{path}.oneOf", f"may have at most {MAX_ONE_OF} alternatives; use anyOf")
+            for i, one in enumerate(entries):
+                if any(not _are_apart(one, other, root) for other in entries[:i]):
+                    _refuse(
+                        f"{path}.oneOf[{i}]",
+                        "may hold together with an earlier alternative; use anyOf, or give each a type or const of its own",
+                    )
+
+
+def _are_apart(one: Schema, other: Schema, root: Schema) -> bool:
+    """Whether no value can follow both, as far as types and required constants tell."""
+    types, others = types_of(one, root), types_of(other, root)
+    common = types & others
+    one, other = deref(one, root), deref(other, root)
+    if (mine := _constants(one)) is not None and (theirs := _constants(other)) is not None:
+        return not mine & theirs
+    if ("integer" in types and "number" in others) or ("number" in types and "integer" in others):
+        return False
+    if not common:
+        return True
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    if common != {"object"}:
+        return False
+    shared = set(one.get("required") or ()) & set(other.get("required") or ())
+    tables = (one.get("properties") or {}, other.get("properties") or {})
+    for name in shared:
+        mine, theirs = (_constants(deref(table.get(name), root)) for table in tables)
+        if mine is not None and theirs is not None and not mine & theirs:
+            return True
+    return False
+
+
+def _constants(node: Any) -> set[Any] | None:
+    """The values that a schema lists, so that equal ones are equal: 1 is 1.0, and not true."""
+    if not isinstance(node, dict) or not ("const" in node or isinstance(node.get("enum"), list)):
+        return None
+    values = [node["const"]] if "const" in node else node["enum"]
+    return {(v if type(v) in (int, float) else json.dumps(v, sort_keys=True)) for v in values}
+
+
+def _check_object(node: dict[str, Any], path: str) -> None:
+    required = node.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        _refuse(f"{path}.required", "must be a list of names")
+    for name in required:
+        if name not in (node.get("properties") or {}):
+            _refuse(f"{path}.required", f"names {reprlib.repr(name)}, which is not in properties")
+    if node.get("unevaluatedProperties") not in (None, False):
+        _refuse(f"{path}.unevaluatedProperties", "must be false, or left out")
+
+
+def _refuse_siblings(node: dict[str, Any], path: str, key: str, allowed: set[str]) -> None:
+    for other in node.keys() & _CONSTRAINTS - {key} - allowed:
+        _refuse(
+            f"{path}.{other}", f"structured output cannot hold to it beside {key}; put it into the schemas that {key} leads to"
+        )
+
+
+def _is_of(value: Any, name: str) -> bool:
+    if isinstance(value, bool):
+        return name == "boolean"
+    if name == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, TYPES[name])
+
+
+def _refuse(path: str, why: str) -> NoReturn:
+    shown = path if len(path) <= 200 else f"{path[:90]}…{path[-90:]}"
+    raise RequestError(f"{shown}: {why}", param=path)

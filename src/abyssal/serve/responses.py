@@ -1,0 +1,334 @@
+"""`/v1/responses`: conversations in the form of OpenAI's newer API. Nothing is stored, so a client sends the whole conversation."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from fastapi import Request, Response
+
+from abyssal.engine.request import SamplingParams
+from abyssal.errors import RequestError
+from abyssal.serve.answer import ChatDelta
+from abyssal.serve.body import read_body
+from abyssal.serve.chat import wants_thinking
+from abyssal.serve.chat_job import ChatJob, start_chat
+from abyssal.serve.context import Server, server_of
+from abyssal.serve.conversation import (
+    Conversation,
+    Message,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+    check_last,
+    check_text,
+    check_tools,
+    make_call,
+    make_tool,
+    other_part,
+    parse_tool_choice,
+    schema_format,
+)  # fmt: skip
+from abyssal.serve.errors import error_body
+from abyssal.serve.generation import Form, answer
+from abyssal.serve.schemas import ResponsesBody
+from abyssal.serve.streams import named_event
+
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+async def create_response(request: Request) -> Response:
+    server = server_of(request)
+    with ExitStack() as stack:
+        record = stack.enter_context(server.metrics.request("responses"))
+        body = await read_body(request, ResponsesBody)
+        server.require_model(body.model)
+        job = await start_chat(server, _conversation(server, body), _params(server, body), "input")
+        return await answer(job, ResponsesForm(job, body), request, bool(body.stream), record, stack)
+
+
+def _params(server: Server, body: ResponsesBody) -> SamplingParams:
+    given = {"temperature": body.temperature, "top_p": body.top_p, "max_tokens": body.max_output_tokens}
+    said = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**{**server.client.info.sampling_defaults, **said})
+
+
+def _conversation(server: Server, body: ResponsesBody) -> Conversation:
+    effort = _part(body.reasoning, "reasoning", {"effort", "summary", "generate_summary"}).get("effort")
+    thinking = wants_thinking(effort, body.chat_template_kwargs, server.thinks_by_default)
+    tools = _tools(body.tools)
+    raw = body.tool_choice
+    if isinstance(raw, dict) and raw.get("type") == "function":
+        raw = {"type": "function", "function": {"name": raw.get("name")}}
+    choice = parse_tool_choice(raw, body.parallel_tool_calls, tools)
+    return Conversation(tuple(_messages(body)), tools, choice, _format(body.text), thinking, effort)
+
+
+def _format(text: Any) -> ResponseFormat | None:
+    raw = _part(text, "text", {"format", "verbosity"}).get("format")
+    kind = raw.get("type") if isinstance(raw, dict) else None
+    if raw is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return ResponseFormat()
+    if kind != "json_schema":
+        raise RequestError(
+            f"text.format={reprlib.repr(raw)} is not supported; its type is text, json_object or json_schema", param="text.format"
+        )
+    return schema_format(raw, "text.format")
+
+
+def _tools(raw: Any) -> tuple[Tool, ...]:
+    if raw is None:
+        return ()
+    if not isinstance(raw, list):
+        raise RequestError("tools must be a list of tools", param="tools")
+    tools = []
+    for i, entry in enumerate(raw):
+        kind = entry.get("type") if isinstance(entry, dict) else None
+        if not isinstance(entry, dict) or kind != "function":
+            raise RequestError(
+                f"tools[{i}] of type {reprlib.repr(kind)} is not supported; use type function", param=f"tools[{i}]"
+            )
+        tools.append(make_tool({key: value for key, value in entry.items() if key != "type"}, f"tools[{i}]"))
+    return check_tools(tools)
+
+
+def _part(raw: Any, where: str, known: set[str]) -> dict[str, Any]:
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict) or raw.keys() - known:
+        raise RequestError(f"{where}={reprlib.repr(raw)} must be an object of {', '.join(sorted(known))}", param=where)
+    return raw
+
+
+# Input
+
+
+def _messages(body: ResponsesBody) -> list[Message]:
+    """The conversation. What the assistant did in a row - thoughts, text, calls - is one message."""
+    messages = [] if body.instructions is None else [Message("system", check_text(body.instructions, "instructions"))]
+    raw = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if not isinstance(raw, list) or not raw:
+        raise RequestError("input must be a text or a non-empty list of items", param="input")
+    for i, item in enumerate(raw):
+        message = _item(item, f"input[{i}]")
+        last = messages[-1] if messages else None
+        if message.role == "assistant" and last is not None and last.role == "assistant":
+            messages[-1] = Message(
+                "assistant",
+                last.content + message.content,
+                last.reasoning + message.reasoning,
+                tool_calls=last.tool_calls + message.tool_calls,
+            )
+        else:
+            messages.append(message)
+    check_last(messages)
+    return messages
+
+
+def _item(item: Any, where: str) -> Message:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if not isinstance(item, dict) or kind not in ITEMS:
+        raise RequestError(f"{where} of type {reprlib.repr(kind)} is not supported; use {', '.join(ITEMS)}", param=where)
+    if kind == "function_call":
+        call: ToolCall = make_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+        return Message("assistant", tool_calls=(call,))
+    if kind == "function_call_output":
+        call_id = check_text(item.get("call_id"), f"{where}.call_id")
+        return Message("tool", _text(item.get("output"), f"{where}.output", "tool"), tool_call_id=call_id)
+    if kind == "reasoning":
+        return Message("assistant", reasoning=_reasoning(item, where))
+    role = item.get("role")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise RequestError(
+            f"{where}.role={reprlib.repr(role)} is unknown; use user, assistant, system or developer", param=f"{where}.role"
+        )
+    return Message("system" if role == "developer" else role, _text(item.get("content"), f"{where}.content", role))
+
+
+def _reasoning(item: dict[str, Any], where: str) -> str:
+    """The thoughts themselves, or where a client keeps none, their summary."""
+    for key in ("content", "summary"):
+        parts = item.get(key) or []
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise RequestError(f"{where}.{key} must be a list of texts", param=f"{where}.{key}")
+        if parts:
+            return "".join(check_text(part.get("text"), f"{where}.{key}") for part in parts)
+    return ""
+
+
+def _text(content: Any, where: str, role: str) -> str:
+    if isinstance(content, str):
+        return check_text(content, where)
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be a text or a list of parts", param=where)
+    texts = []
+    for i, part in enumerate(content):
+        path = f"{where}[{i}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or not isinstance(kind, str):
+            raise RequestError(f"{path} must be an object with a type", param=path)
+        if kind in ("input_text", "output_text", "text"):
+            texts.append(check_text(part.get("text"), f"{path}.text"))
+        else:
+            texts.append(other_part(kind, role, path))
+    return "\n\n".join(texts)
+
+
+# Output
+
+
+class ResponsesForm(Form[ChatDelta]):
+    """One response of items: reasoning, a message, and calls."""
+
+    def __init__(self, job: ChatJob, body: ResponsesBody) -> None:
+        self.job, self._body = job, body
+        self._items: list[dict[str, Any]] = []  # as far as a stream has told of them
+        self._num_events = 0
+
+    def whole(self) -> dict[str, Any]:
+        output = self.job.outputs[0]
+        status = "incomplete" if output.finish_reason == "length" else "completed"
+        items: list[dict[str, Any]] = []
+        if output.reasoning:
+            items.append(self._item("reasoning", 0, status, text=output.reasoning))
+        if output.text or not output.calls:
+            items.append(self._item("message", len(items), status, text=output.text))
+        for call in output.calls:
+            items.append(self._item("function_call", len(items), status, call.id, call.name, call.arguments))
+        return self._response(status, items)
+
+    def opening(self) -> Iterable[bytes]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress", []))
+
+    def events(self, index: int, delta: ChatDelta) -> Iterable[bytes]:
+        for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
+            if text:
+                yield from self._begin(kind)
+                self._items[-1]["content"][0]["text"] += text
+                yield self._piece(kind, text)
+        for call in delta.calls:
+            if call.id:
+                yield from self._begin("function_call", call.id, call.name)
+            if call.arguments:
+                self._items[-1]["arguments"] += call.arguments
+                yield self._piece("function_call", call.arguments)
+
+    def closing(self) -> Iterable[bytes]:
+        output = self.job.outputs[0]
+        status = "incomplete" if output.finish_reason == "length" else "completed"
+        if not output.text and not output.calls:
+            yield from self._begin("message")
+        yield from self._end(status)
+        yield self._event(f"response.{status}", response=self._response(status, self._items))
+
+    def failure(self, error: Exception) -> Iterable[bytes]:
+        told = error_body(error)["error"]
+        problem = {"code": "server_error", "message": told["message"]}
+        yield self._event("response.failed", response={**self._response("failed", self._items), "error": problem})
+
+    # Parts of a stream
+
+    def _begin(self, kind: str, call_id: str = "", name: str = "") -> Iterable[bytes]:
+        """Begin an item, unless one of its kind is under way; each call is an item of its own."""
+        if self._items and self._items[-1]["type"] == kind != "function_call":
+            return
+        yield from self._end("completed")
+        item = self._item(kind, len(self._items), "in_progress", call_id, name)
+        bare = {**item, "content": []} if "content" in item else item
+        self._items.append(item)
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=bare)
+        if "content" in item:
+            yield self._event("response.content_part.added", **self._place(), part=item["content"][0])
+
+    def _piece(self, kind: str, text: str) -> bytes:
+        if kind == "function_call":
+            place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+            return self._event("response.function_call_arguments.delta", **place, delta=text)
+        if kind == "reasoning":
+            return self._event("response.reasoning_text.delta", **self._place(), delta=text)
+        return self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
+
+    def _end(self, status: str) -> Iterable[bytes]:
+        """End the item under way."""
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return
+        item = self._items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+            done = {**place, "name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **done)
+        else:
+            part = item["content"][0]
+            if item["type"] == "reasoning":
+                yield self._event("response.reasoning_text.done", **self._place(), text=part["text"])
+            else:
+                yield self._event("response.output_text.done", **self._place(), text=part["text"], logprobs=[])
+            yield self._event("response.content_part.done", **self._place(), part=part)
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+
+    def _event(self, kind: str, **content: Any) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return named_event(kind, {"type": kind, "sequence_number": number, **content})
+
+    def _item(
+        self, kind: str, index: int, status: str, call_id: str = "", name: str = "", arguments: str = "", text: str = ""
+    ) -> dict[str, Any]:
+        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
+        item: dict[str, Any] = {"id": f"{prefix}_{self.job.key}{index}", "type": kind, "status": status}
+        if kind == "reasoning":
+            return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+        if kind == "message":
+            return {
+                **item,
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}],
+            }
+        return {**item, "call_id": call_id, "name": name, "arguments": arguments}
+
+    def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+        body, job, params = self._body, self.job, self.job.requests[0].params
+        choice, wanted = job.conversation.tool_choice, job.conversation.response_format
+        return {
+            "id": f"resp_{job.key}",
+            "object": "response",
+            "created_at": job.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": job.server.client.info.model_name,
+            "output": items,
+            "parallel_tool_calls": choice.parallel,
+            "previous_response_id": None,
+            "reasoning": {"effort": job.conversation.effort, "summary": None},
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"} if wanted is None else body.text["format"]},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "metadata": body.metadata or {},
+            "user": body.user,
+            "usage": None if status == "in_progress" else self._usage(),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        job = self.job
+        return {
+            "input_tokens": job.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": sum(job.cached_tokens)},
+            "output_tokens": job.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": job.reasoning_tokens},
+            "total_tokens": job.prompt_tokens + job.completion_tokens,
+        }
