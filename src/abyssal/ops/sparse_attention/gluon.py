@@ -544,23 +544,24 @@ def convert_part(PART: gl.constexpr, part, scale, words, LAYOUT: gl.constexpr):
 def convert_e4m3(codes, scale, words):
     """codes int32 [64, V, 4] of four e4m3 each, scale int32 [64, V] e8m0 -> words [64, 8 V] of two bf16 each.
 
-    A code's bits moved to bf16's fields are its value times 2^-120; the factor 2^120 comes first, so that no scale overflows.
+    A code's bits moved to bf16's fields are its value times 2^-120; the factor 2^120 comes first, so that no scale overflows. Sixteen
+    times a code moves exponent and mantissa, and its sign to bit 11; 240 times the sign alone adds what is missing to bit 15.
     """
-    pair = scale * 0x00800080  # 2^(scale - 127), twice
-    pair = gl.where(scale == 0, 0x00400040, gl.where(scale == 255, 0x7FC07FC0, pair))
+    pair = gl.maximum(scale * 0x00800080, 0x00400040)  # 2^(scale - 127), twice
+    pair = gl.where(scale == 255, 0x7FC07FC0, pair)
     pair, codes = gl.broadcast(gl.expand_dims(pair, 2), codes)
     low, high = gl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, t, u, c;
         mov.b32 c, 0x7b807b80;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        shr.u32 t, a, 4;
-        shr.u32 u, b, 4;
-        and.b32 t, t, 0x07f007f0;
-        and.b32 u, u, 0x07f007f0;
-        lop3.b32 a, a, 0x80008000, t, 0xea;
-        lop3.b32 b, b, 0x80008000, u, 0xea;
+        prmt.b32 a, $2, 0, 0x4140;
+        prmt.b32 b, $2, 0, 0x4342;
+        and.b32 t, a, 0x00800080;
+        and.b32 u, b, 0x00800080;
+        mul.lo.u32 a, a, 16;
+        mul.lo.u32 b, b, 16;
+        mad.lo.u32 a, t, 240, a;
+        mad.lo.u32 b, u, 240, b;
         mul.rn.bf16x2 a, a, c;
         mul.rn.bf16x2 b, b, c;
         mul.rn.bf16x2 $0, a, $3;
