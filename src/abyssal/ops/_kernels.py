@@ -11,7 +11,7 @@ from torch import Tensor
 
 from abyssal.config import LayerPlan, ModelConfig
 from abyssal.errors import ConfigError
-from abyssal.kv.batch import Batch, CompressFacts, QueryLists, Span, StoreFacts, page_slots
+from abyssal.kv.batch import Batch, CompressFacts, QueryLists, Span, StoreFacts
 from abyssal.kv.layouts import Grid, Layout
 from abyssal.kv.pool import KVCache, RecordView
 from abyssal.kv.specs import CachePlan
@@ -20,20 +20,19 @@ from abyssal.ops.compress.triton import Pages, compress
 from abyssal.ops.hyper_connection import MixWeights, Site
 from abyssal.ops.hyper_connection import triton as hc
 from abyssal.ops.index_query.triton import index_query
-from abyssal.ops.index_score import index_score as reference_score
 from abyssal.ops.index_score import triton as portable_score
 from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES
+from abyssal.ops.index_score.triton import index_score_blocks
 from abyssal.ops.output_quant.triton import output_quant
 from abyssal.ops.qkv_insert.triton import qkv_insert, window_store
-from abyssal.ops.select_topk import candidate_mask
-from abyssal.ops.select_topk import select_topk as select_among
-from abyssal.ops.select_topk.triton import MAX_K, select_topk
+from abyssal.ops.select_topk.triton import MAX_K, candidate_blocks, select_topk
 from abyssal.ops.sparse_attention import triton as portable_attention
 from abyssal.ops.sparse_attention.arguments import KeyList, Records, check_layouts
 
 log = logging.getLogger("abyssal")
 
 MAX_HEADS = 128
+KEYS_PER_PAGE = (KEYS_PER_TILE, 2 * KEYS_PER_TILE)
 
 
 class KernelOps:
@@ -62,24 +61,19 @@ class KernelOps:
         self._attention: Callable[..., tuple[Tensor, Tensor]] = portable_attention.sparse_attention
         self._score: Callable[..., Tensor] = portable_score.index_score
         keys = [spec for name, spec in caches.specs.items() if name.endswith("_index")]
-        self._scores_pages = all(spec.entries_per_page == KEYS_PER_TILE for spec in keys)
-        gluon, plain = [], ["moe", "linear"]
+        gluon = []
         if backend == "hopper":
             from abyssal.ops.sparse_attention import gluon as hopper_attention
 
             self._attention = hopper_attention.sparse_attention
             gluon.append("sparse_attention")
-        if backend == "hopper" and self._scores_pages and all(spec.layout.name != "index_bf16" for spec in keys):
+        if backend == "hopper" and all(spec.layout.name != "index_bf16" for spec in keys):
             from abyssal.ops.index_score import gluon as hopper_score
 
             self._score = hopper_score.index_score
             gluon.append("index_score")
-        if not self._scores_pages:
-            plain.append(f"index_score (pages of other than {KEYS_PER_TILE} keys)")
-        if any(plan.candidates == "use" for plan in model.layers):
-            plain.append("select_topk among candidates")
         self._reserve(max_tokens)
-        log.info("ops: Gluon %s; PyTorch %s; all others Triton", ", ".join(gluon) or "none", ", ".join(plain))
+        log.info("ops: Gluon %s; PyTorch moe, linear, engram; all others Triton", ", ".join(gluon) or "none")
 
     def _reserve(self, tokens: int) -> None:
         """Memory through which the programs of a `site` hand their sums over."""
@@ -134,19 +128,19 @@ class KernelOps:
             selection.candidates = [None] * len(lists.spans)
         selection.entries = [None]
         seen = zip(lists.spans, selection.candidates, strict=True)
-        if not any(decides(plan, config, span.max_visible[ratio], mask) for span, mask in seen):
+        if not any(decides(plan, config, span.max_visible[ratio], known) for span, known in seen):
             return
         q, weights = query()
         k = min(config.index_topk, lists.max_visible[ratio])
         chosen = torch.full((len(q), k), -1, dtype=torch.int32, device=q.device)
         for i, span in enumerate(lists.spans):
             if span.max_visible[ratio]:
-                mask = self._choose_in(span, plan, config, q, weights, batch, cache, selection.candidates[i], chosen)
-                selection.candidates[i] = mask
+                self._choose_in(i, span, plan, config, q, weights, batch, cache, selection, chosen)
         selection.entries = [chosen]
 
     def _choose_in(
         self,
+        i: int,
         span: Span,
         plan: LayerPlan,
         config: ModelConfig,
@@ -154,10 +148,10 @@ class KernelOps:
         weights: Tensor,
         batch: Batch,
         cache: KVCache,
-        candidates: Tensor | None,
+        selection: Selection,
         chosen: Tensor,
-    ) -> Tensor | None:
-        """Fill the span's rows of `chosen` [T, k]; the candidates that later indexers of the span have."""
+    ) -> None:
+        """Fill the rows of `chosen` [T, k] that belong to span number `i`, and publish its candidates."""
         assert plan.kv_source is not None
         keys, records = cache.views[f"c{plan.ratio}_index"], cache.views[f"c{plan.ratio}"]
         shape, count = span.shape, span.max_visible[plan.ratio]
@@ -165,35 +159,40 @@ class KernelOps:
             batch.tables[v.spec.name][v.spec.row(plan.kv_source)][span.sequences] for v in (keys, records)
         )  # [n, pages]
         visible = _lists(batch).visible[plan.ratio][span.rows].view(shape)
+        q, weights = q[span.rows].unflatten(0, shape), weights[span.rows].unflatten(0, shape)
         out = chosen[span.rows].view(*shape, -1)
-        scores, maxima = self._scores(
-            q[span.rows].unflatten(0, shape), weights[span.rows].unflatten(0, shape), keys, key_pages, visible, count
-        )
-        per_page = records.spec.entries_per_page
+        layout, per_page = keys.spec.layout, keys.spec.entries_per_page
+        candidates = selection.candidates[i]
+        maxima = blocks = None
         if candidates is None:
-            select_topk(scores, visible, out.shape[2], maxima=maxima, page_table=entry_pages, entries_per_page=per_page, out=out)
+            maxima = torch.empty(*shape, -(-count // GROUP), dtype=torch.float32, device=q.device)
+            scores = self._score(
+                q,
+                weights,
+                keys.pages,
+                key_pages,
+                visible,
+                layout=layout,
+                entries_per_page=per_page,
+                num_entries=count,
+                maxima=maxima,
+            )
+            if publishes(plan, config, count):
+                assert config.candidate_topk_blocks is not None and config.candidate_block_size is not None
+                selection.candidates[i] = candidate_blocks(
+                    scores, visible, config.candidate_topk_blocks, config.candidate_block_size
+                )
         else:
-            entries = select_among(scores, visible, out.shape[2], candidates)  # [n, b, <= k]
-            index = entries.clamp(min=0).flatten(1).long()
-            slots = (entry_pages.gather(1, index // per_page) * per_page + index % per_page).view_as(entries)
-            out[..., : entries.shape[2]] = slots.int().masked_fill_(entries < 0, -1)
-        if publishes(plan, config, count):
-            assert config.candidate_topk_blocks is not None and config.candidate_block_size is not None
-            return candidate_mask(scores, visible, config.candidate_topk_blocks, config.candidate_block_size)
-        return candidates
-
-    def _scores(
-        self, q: Tensor, weights: Tensor, keys: RecordView, pages: Tensor, visible: Tensor, count: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Scores fp32 [n, b, count], and the largest of every GROUP where they are known; what is not visible may hold anything."""
-        if not self._scores_pages:
-            return reference_score(q.float(), weights, keys.read(page_slots(pages, keys.spec, count)), visible), None
-        maxima = torch.empty(*q.shape[:2], -(-count // GROUP), dtype=torch.float32, device=q.device)
-        scores = self._score(
-            q, weights, keys.pages, pages, visible, layout=keys.spec.layout, entries_per_page=keys.spec.entries_per_page,
-            num_entries=count, maxima=maxima,
+            blocks, visible = candidates
+            assert config.candidate_block_size is not None
+            scores = index_score_blocks(
+                q, weights, keys.pages, key_pages, blocks, visible, layout=layout, entries_per_page=per_page,
+                block_size=config.candidate_block_size,
+            )  # fmt: skip
+        select_topk(
+            scores, visible, out.shape[2], maxima=maxima, blocks=blocks, page_table=entry_pages,
+            entries_per_page=records.spec.entries_per_page, out=out,
         )  # fmt: skip
-        return scores, maxima
 
     def attend(
         self, q: Tensor, plan: LayerPlan, batch: Batch, cache: KVCache, selection: Selection, sink: Tensor, scale: float
@@ -258,14 +257,16 @@ def check_model(model: ModelConfig, caches: CachePlan) -> None:
             ("index_n_heads", model.index_heads, model.index_heads in (8, 16, 32, 64), "8, 16, 32 or 64"),
             ("index_topk", model.index_topk, model.index_topk <= MAX_K, f"at most {MAX_K}"),
         ]
+    if (block := model.candidate_block_size) is not None:
+        limits.append(("candidate_block_size", block, block in (1, 2, 4, 8, 16, 32, 64), f"a power of two up to {KEYS_PER_TILE}"))
     for name, value, fits, known in limits:
         if not fits:
             raise ConfigError(f"{name}={value}: the kernels take {known}; use backend=reference")
     for name, spec in caches.specs.items():
-        if name.endswith("_index") and spec.layout.name not in QUERY_DTYPES:
+        if name.endswith("_index") and (spec.layout.name not in QUERY_DTYPES or spec.entries_per_page not in KEYS_PER_PAGE):
             raise ConfigError(
-                f"index keys {spec.layout.name!r}: the kernels read {', '.join(QUERY_DTYPES)}; choose another index_layout or "
-                "backend=reference"
+                f"index keys {spec.layout.name!r} in pages of {spec.entries_per_page}: the kernels read {', '.join(QUERY_DTYPES)} in "
+                f"pages of {' or '.join(map(str, KEYS_PER_PAGE))}; choose another index_layout or backend=reference"
             )
     compressed: list[Layout | None] = [
         spec.layout for name, spec in caches.specs.items() if spec.lifetime == "context" and not name.endswith("_index")

@@ -27,7 +27,9 @@ class Selection:
     """
 
     entries: list[Tensor | None]  # of the latest index source
-    candidates: list[Tensor | None]  # bool [n, b, N] per query group or span, the entries that later indexers may choose from
+    candidates: list[
+        Any
+    ]  # what later indexers may choose from, per query group: bool [n, b, N]; kernels: `candidate_blocks` per span
 
 
 Query = Callable[[], tuple[Tensor, Tensor]]  # index queries and head weights as `Ops.index_query` returns them
@@ -108,7 +110,7 @@ def publishes(plan: LayerPlan, config: ModelConfig, count: int) -> bool:
     return count > config.candidate_topk_blocks * config.candidate_block_size
 
 
-def decides(plan: LayerPlan, config: ModelConfig, count: int, candidates: Tensor | None) -> bool:
+def decides(plan: LayerPlan, config: ModelConfig, count: int, candidates: Any) -> bool:
     """Whether a query that sees `count` entries cannot simply take, or publish, all of them."""
     return count > config.index_topk or candidates is not None or publishes(plan, config, count)
 
