@@ -56,13 +56,13 @@ def rms_scale(x, D: tl.constexpr, eps):
 
 
 @triton.jit
-def load_rope(table, row, kept, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr):
+def load_rope(table, row, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr):
     """Row of a table fp32 [T, ROPE] of (cos, sin) pairs -> cos and sin [ROWS, WIDTH / 2] for the last WIDTH values of vectors.
 
     Loaded in the shape of the vectors, so that each thread gets the pairs of its own values and none pass through shared memory.
     """
     column = tl.arange(0, WIDTH)[None, :] - (WIDTH - ROPE) + tl.zeros((ROWS, 1), tl.int32)
-    pairs = tl.load(table + row.to(tl.int64) * ROPE + column, mask=(column >= 0) & kept, other=0.0)
+    pairs = tl.load(table + row.to(tl.int64) * ROPE + column, mask=column >= 0, other=0.0)
     return tl.split(tl.reshape(pairs, (ROWS, WIDTH // 2, 2)))
 
 
@@ -243,7 +243,7 @@ def store_records(pages, page_bytes, slots, x, layout: tl.constexpr, ENTRIES: tl
 
 
 @triton.jit
-def load_finish(norm, rope, row, kept, D: tl.constexpr, ROPE: tl.constexpr):
+def load_finish(norm, rope, row, D: tl.constexpr, ROPE: tl.constexpr):
     """Norm weight [1, D], cos and sin [1, D / 2] of `finish_row`; 0 for those that a kernel does without.
 
     Kernels call it before they use what they loaded earlier, so that all these loads are in flight together.
@@ -252,7 +252,7 @@ def load_finish(norm, rope, row, kept, D: tl.constexpr, ROPE: tl.constexpr):
     if norm is not None:
         weight = tl.load(norm + tl.arange(0, D)[None, :])
     if ROPE > 0:
-        cos, sin = load_rope(rope, row, kept, 1, D, ROPE)
+        cos, sin = load_rope(rope, row, 1, D, ROPE)
     return weight, cos, sin
 
 

@@ -96,7 +96,8 @@ def compress_kernel(
         source = tl.load(
             sources + program.to(tl.int64) * num_slots + index, mask=index < num_slots, other=num_carried + num_tokens
         )
-        norm_weight, cos, sin = load_finish(norm, rope, program, complete, D, ROPE)
+        if SUM_ENTRIES == 0:  # every group is complete, and short enough to leave the registers
+            norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
         if target >= 0:
             column = tl.arange(0, D)[None, :]
             m = tl.full((1, D), float("-inf"), tl.float32)
@@ -136,6 +137,8 @@ def compress_kernel(
                     m = top
             if complete:
                 x = round_like(v / s, BF16)
+                if SUM_ENTRIES > 0:
+                    norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
                 finish_row(
                     x, norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64), latent, stored,
                     True, ROPE, HADAMARD, BF16, layout, ENTRIES,

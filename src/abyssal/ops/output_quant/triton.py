@@ -39,7 +39,7 @@ def output_quant_kernel(
     head = program % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
     column = tl.arange(0, D)[None, :]
     x = to_fp32(tl.load(out + token * out_stride_t + head * out_stride_h + column))
-    cos, sin = load_rope(rope, token, True, PER_PROGRAM, D, ROPE)
+    cos, sin = load_rope(rope, token, PER_PROGRAM, D, ROPE)
     x = rotate(x, cos, -sin, PER_PROGRAM, D, ROPE)
     row = token * HEADS + head
     if quant is None:

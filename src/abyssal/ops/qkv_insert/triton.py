@@ -62,7 +62,7 @@ def qkv_insert_kernel(
     if program < tokens:
         slot = tl.load(slots + program + tl.arange(0, 1))
         row = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, D)[None, :]))
-        _, kv_cos, kv_sin = load_finish(None, rope, program, True, D, ROPE)
+        _, kv_cos, kv_sin = load_finish(None, rope, program, D, ROPE)
         finish_row(
             row, 0.0, kv_cos, kv_sin, eps, program, pages, page_bytes, slot, None, stored, False, ROPE, False, BF16, layout, ENTRIES
         )  # fmt: skip
@@ -73,7 +73,7 @@ def qkv_insert_kernel(
         head = tile % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
         here = q + token.to(tl.int64) * q_stride_t + head * q_stride_h + (D - WIDTH) + tl.arange(0, WIDTH)[None, :]
         x = to_fp32(tl.load(here))
-        cos, sin = load_rope(rope, token, True, PER_PROGRAM, WIDTH, ROPE)
+        cos, sin = load_rope(rope, token, PER_PROGRAM, WIDTH, ROPE)
         if NORM:
             x = round_like(x * rms_scale(x, D, eps), BF16)
         store_like(here, rotate(x, cos, sin, PER_PROGRAM, WIDTH, ROPE))
@@ -88,7 +88,7 @@ def window_store_kernel(
     slot = tl.load(slots + program + tl.arange(0, 1))
     x = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, layout.dim)[None, :]))
     BF16: tl.constexpr = kv.dtype.element_ty == tl.bfloat16
-    weight, cos, sin = load_finish(norm, rope, program, True, layout.dim, ROPE)
+    weight, cos, sin = load_finish(norm, rope, program, layout.dim, ROPE)
     finish_row(
         x, weight, cos, sin, eps, program, pages, page_bytes, slot, latent, stored, norm is not None, ROPE, False, BF16, layout,
         ENTRIES,
