@@ -924,9 +924,9 @@ def aot_cases() -> list[AotCase]:
                     archs=(arch,),
                 )
             )
-    names = ("source", "out", "post", "comb", "streams")
+    expand_names = ("source", "out", "post", "comb", "streams")
     for block in (256, 1024):
-        signature = {name: types[name] for name in names}
+        signature = {name: types[name] for name in expand_names}
         constants = {"D": 5120, "BD": block}
-        cases.append(AotCase(f"expand {block}", hyper_connection_expand, signature, constants, block // 256, aligned=names))
+        cases.append(AotCase(f"expand {block}", hyper_connection_expand, signature, constants, block // 256, aligned=expand_names))
     return cases
