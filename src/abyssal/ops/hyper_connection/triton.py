@@ -64,9 +64,9 @@ class KernelWeights:
 
 # Up to so many tokens: one launch, block_tokens, block_hidden, warps, stages, registers per thread.
 LAUNCHES = (
-    (2, True, 1, 32, 4, 2, 255),
-    (8, True, 8, 64, 4, 2, 255),
-    (128, False, 16, 128, 4, 2, 255),
+    (2, True, 1, 32, 2, 2, 255),
+    (8, True, 8, 128, 4, 2, 255),
+    (64, True, 16, 128, 4, 2, 200),
     (1 << 31, False, 64, 32, 4, 3, 255),
 )
 
@@ -83,8 +83,6 @@ class LaunchConfig:
     num_stages: int
     registers: int  # per thread at most
     one_launch: bool
-    ahead: int = 0  # slices, a divisor of steps, that are fetched into the L2 at once; 0: none
-    early_start: bool = True  # the kernel starts before the one ahead of it has ended, and waits for it after its prologue
 
     def programs(self, tokens: int) -> int:
         return triton.cdiv(tokens, self.block_tokens) * self.splits
@@ -142,9 +140,7 @@ class HandoverState:
     def allocate(cls, max_tokens: int, hidden: int, device: torch.device | str, num_sms: int | None = None) -> HandoverState:
         """For launches of up to `max_tokens` tokens with the configs of `launch_config`."""
         num_sms = num_sms or sm_count(torch.device(device))
-        sizes = {
-            min(size, max_tokens) for size in (*range(1, 129), *range(128, max_tokens + 64, 64))
-        }  # beyond 128 in whole blocks
+        sizes = {min(size, max_tokens) for size in (*range(1, 65), *range(64, max_tokens + 64, 64))}  # beyond 64 in whole blocks
         rows = max(launch_config(n, hidden, num_sms, one).partial_rows(n) for n in sizes for one in (True, False))
         return cls.of_size(rows, max_tokens, device)
 
@@ -211,7 +207,7 @@ def site(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "maxnreg": config.registers,
-        "launch_pdl": config.early_start,
+        "launch_pdl": config.one_launch,
     }
     constants = {
         "D": hidden,
@@ -235,7 +231,7 @@ def site(
     coefficient_programs = triton.cdiv(tokens, finish["OWNED"]) if rows else 0
     hyper_connection_finish[(coefficient_programs + tokens,)](
         state.partials, base, scale, norm_weight, streams, x, new_pre, new_post, new_comb, tokens, rms_eps, eps,
-        D=hidden, ROWS=rows, OWN_PRE=pre is None, ITERATIONS=iterations, **finish, num_warps=4, launch_pdl=config.early_start,
+        D=hidden, ROWS=rows, OWN_PRE=pre is None, ITERATIONS=iterations, **finish, num_warps=4,
     )  # fmt: skip
     return result
 
@@ -269,11 +265,7 @@ def _site_constants(config: LaunchConfig) -> dict[str, Any]:
 
 def _project_constants(config: LaunchConfig) -> dict[str, Any]:
     names = {"BT": config.block_tokens, "BD": config.block_hidden, "SPLITS": config.splits, "STEPS": config.steps}
-    return names | {
-        "STAGES": config.num_stages,
-        "WIDE": config.num_warps == 8 and config.block_tokens == 64,
-        "AHEAD": config.ahead,
-    }
+    return names | {"STAGES": config.num_stages}
 
 
 def _finish_constants(config: LaunchConfig, hidden: int) -> dict[str, Any]:
@@ -395,16 +387,6 @@ def _expand(h, out, post, comb, HOLD: tl.constexpr):
             value = tl.fma(comb[4 * j + k], h[j], value)
         new = new + (_hold(value.to(tl.bfloat16), HOLD),)
     return new
-
-
-@triton.jit
-def _prefetch(base, stride, rows, columns: tl.constexpr, ROWS: tl.constexpr):
-    """Fetch `columns` bf16 values, a multiple of 8, of each of `rows` <= ROWS rows into the L2."""
-    pointers = base + tl.minimum(tl.arange(0, ROWS), rows - 1) * stride
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [pointers, columns * 2], tl.int32, False, 1
-        )
 
 
 @triton.jit
@@ -724,21 +706,16 @@ def hyper_connection_site(
 def hyper_connection_project(
     source, out, post, comb, pre, fn, streams, x, mean, partials, tokens,
     D: tl.constexpr, SOURCE: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, MEAN: tl.constexpr,
-    HOLD: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
+    HOLD: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """First of two launches: streams, partial sums of the raw coefficients and of z^2, and with a given pre the collapsed vector.
 
     Grid: token blocks x SPLITS, the programs of a token block side by side; STEPS slices of BD columns each.
     """
-    _begin()
     group, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
-    if AHEAD > 0 and ROWS > 0:
-        _prefetch(fn + split * STEPS * BD, D, 8 * ROWS, AHEAD * BD, 256)
-    _wait_for_inputs()
     start = (group * BT).to(tl.int64)
-    left = tokens - group * BT
     local = tl.arange(0, BT)
-    valid = local < left
+    valid = local < tokens - group * BT
     mask = valid[:, None]
     source += start * (D if SOURCE == "embedding" else 4 * D)
     streams += start * (4 * D)
@@ -754,20 +731,9 @@ def hyper_connection_project(
     first: tl.constexpr = 24 - ROWS
     has = ((column >= first) & (column < 24))[None, :]
     fn_row = (tl.arange(0, 64) // 32 * ROWS + column - first) * (4 * D)
-    k_at = tl.arange(0, 4 * BD) // BD * D + tl.arange(0, 4 * BD) % BD
     products = tl.zeros((BT, 64), tl.float32)
     squares = tl.zeros((BT,), tl.float32)
-    if AHEAD > 0 and STEPS > 1 and SOURCE != "embedding":
-        _prefetch(source + split * STEPS * BD, D, 4 * left, AHEAD * BD, 4 * BT)
-        if SOURCE == "expand":
-            _prefetch(out + split * STEPS * BD, D, left, AHEAD * BD, BT)
     for step in tl.range(STEPS, num_stages=STAGES):
-        if AHEAD > 0 and STEPS > AHEAD and SOURCE != "embedding":
-            ahead = step + AHEAD
-            if (ahead % AHEAD == 0) & (ahead < STEPS):
-                _prefetch(source + (split * STEPS + ahead) * BD, D, 4 * left, AHEAD * BD, 4 * BT)
-                if SOURCE == "expand":
-                    _prefetch(out + (split * STEPS + ahead) * BD, D, left, AHEAD * BD, BT)
         d = (split * STEPS + step) * BD + tl.arange(0, BD)
         at = local[:, None] * (4 * D) + d[None, :]
         x_at = local[:, None] * D + d[None, :]
@@ -781,14 +747,9 @@ def hyper_connection_project(
         if SOURCE != "streams":
             _store_each(streams + at, n, D, mask)
         if ROWS > 0:
-            if WIDE:
-                weights = tl.load(fn + fn_row[None, :] + (k_at + (split * STEPS + step) * BD)[:, None], mask=has, other=0.0)
-                z = tl.join(tl.join(n[0], n[2]), tl.join(n[1], n[3]))
-                products = tl.dot(tl.reshape(tl.permute(z, (0, 2, 3, 1)), (BT, 4 * BD)), weights, products)
-            else:
-                weights = _load4(fn, fn_row[None, :] + d[:, None], D, has)
-                for k in tl.static_range(4):
-                    products = tl.dot(n[k], weights[k], products)
+            weights = _load4(fn, fn_row[None, :] + d[:, None], D, has)
+            for k in tl.static_range(4):
+                products = tl.dot(n[k], weights[k], products)
             squares += tl.sum(_squares(n), axis=1)
         if not OWN_PRE:
             tl.store(x + x_at, _collapse(n, given), mask=mask)
@@ -843,8 +804,6 @@ def hyper_connection_finish(
 
     The last tokens come first: the L2 still holds their streams.
     """
-    _begin()
-    _wait_for_inputs()
     pid = tl.program_id(0)
     if ROWS == 0:
         _finish_token(
@@ -906,7 +865,7 @@ def aot_cases() -> list[AotCase]:
             kernels = [(hyper_connection_project, _project_constants(config), config.num_warps)]
             kernels += [(hyper_connection_finish, _finish_constants(config, hidden), 4)]
         for (function, more, num_warps), arch in itertools.product(kernels, archs):
-            absent = {"pre", "mean"} if own else set()
+            absent: set[str] = {"pre", "mean"} if own else set()
             absent |= {"out", "post", "comb"} if source != "expand" else set()
             absent |= {"post_out", "comb_out"} if rows < 24 else set()
             absent |= {"fn", "base", "scale", "pre_out"} if rows == 0 else set()
@@ -924,9 +883,9 @@ def aot_cases() -> list[AotCase]:
                     archs=(arch,),
                 )
             )
-    expand_names = ("source", "out", "post", "comb", "streams")
+    pointers = ("source", "out", "post", "comb", "streams")
     for block in (256, 1024):
-        signature = {name: types[name] for name in expand_names}
+        signature = {name: types[name] for name in pointers}
         constants = {"D": 5120, "BD": block}
-        cases.append(AotCase(f"expand {block}", hyper_connection_expand, signature, constants, block // 256, aligned=expand_names))
+        cases.append(AotCase(f"expand {block}", hyper_connection_expand, signature, constants, block // 256, aligned=pointers))
     return cases
