@@ -635,6 +635,7 @@ def aot_cases() -> list[AotCase]:
                 ),
                 constants=_spread_constants(num_entries, k, config) | {"BLOCK": 0, "ENTRIES": 64},
                 num_warps=config.warps,
+                spill_reason="the last program holds GROUP * k keys" if k > 512 else None,
                 aligned=(
                     "scores",
                     "maxima",
