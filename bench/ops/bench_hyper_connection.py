@@ -12,7 +12,7 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -25,19 +25,19 @@ HIDDEN = (5120, 7168, 4096)
 TOKENS = (1, 8, 64, 512, 4096)
 # tokens -> one launch, block_tokens, block_hidden, warps, stages, registers
 VARIANTS: dict[int, list[tuple[bool, int, int, int, int, int]]] = {
-    1: [(True, 1, 64, 4, 2, 255), (True, 1, 32, 2, 2, 255), (False, 1, 32, 4, 3, 255)],
-    8: [(True, 8, 128, 4, 2, 255), (True, 4, 64, 4, 2, 255), (True, 8, 64, 8, 2, 128), (True, 8, 64, 4, 2, 128)],
+    1: [(True, 1, 32, 2, 2, 255), (False, 1, 64, 4, 2, 255)],
+    8: [(True, 8, 64, 4, 2, 128), (False, 8, 64, 4, 2, 255), (False, 8, 128, 4, 2, 255)],
     64: [
-        (True, 16, 128, 8, 2, 128), (True, 8, 128, 4, 2, 168), (True, 16, 64, 4, 2, 128), (True, 16, 128, 4, 2, 200),
-        (True, 32, 128, 8, 2, 255), (True, 16, 256, 8, 2, 255), (False, 64, 32, 4, 3, 255), (False, 16, 128, 4, 2, 255),
+        (True, 16, 128, 4, 2, 255), (False, 16, 64, 4, 2, 255), (False, 8, 128, 4, 2, 168), (False, 32, 64, 4, 2, 255),
+        (False, 32, 128, 8, 2, 255),
     ],
     512: [
-        (False, 64, 32, 4, 2, 168), (False, 64, 32, 4, 2, 255), (False, 64, 16, 4, 4, 168), (False, 128, 32, 8, 3, 255),
-        (False, 32, 64, 4, 2, 255), (False, 64, 64, 8, 2, 255),
+        (False, 64, 64, 8, 2, 255), (False, 32, 128, 8, 2, 255), (False, 32, 64, 4, 2, 255), (False, 128, 32, 8, 3, 255),
+        (False, 16, 128, 4, 2, 255),
     ],
     4096: [
-        (False, 64, 32, 4, 2, 168), (False, 64, 32, 4, 2, 255), (False, 64, 16, 4, 4, 168), (False, 128, 32, 8, 3, 255),
-        (False, 64, 64, 8, 2, 255),
+        (False, 64, 64, 8, 2, 255), (False, 32, 128, 8, 2, 255), (False, 32, 64, 4, 2, 255), (False, 128, 32, 8, 3, 255),
+        (False, 64, 64, 8, 3, 255),
     ],
 }  # fmt: skip
 PARAMETERS = {"rms_eps": 1e-6, "eps": 1e-6, "iterations": 20}
@@ -87,9 +87,12 @@ def cases(hidden_sizes: list[int], tokens: list[int], num_sms: int) -> list[tupl
     for hidden in hidden_sizes:
         for count in tokens:
             chosen = kernel.launch_config(count, hidden, num_sms)
-            configs = [chosen] + [c for v in VARIANTS[count] if (c := config_of(count, hidden, v, num_sms)) not in (None, chosen)]
+            configs = [chosen, replace(chosen, early_start=False)]
+            if not chosen.one_launch:
+                configs += [replace(chosen, ahead=n) for n in (1, 2, 4, 5, 7) if chosen.steps % n == 0 and n >= chosen.steps / 28]
+            configs += [c for v in VARIANTS[count] if (c := config_of(count, hidden, v, num_sms)) not in (None, chosen)]
             if hidden != HIDDEN[0]:
-                configs = configs[:4]
+                configs = configs[:5]
             for own in (True, False):
                 found += [(hidden, count, own, c) for c in (configs if own or hidden == HIDDEN[0] else configs[:2])]
     return found
@@ -168,10 +171,11 @@ def main() -> None:
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[-1][:60]}"
         rows.append(row)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; us, median of graph replays; roof at 4.23 TB/s")
-    print("hidden tokens order  block splits steps warps stages regs 1-launch |   cold   warm   roof share")
+    print("hidden tokens order  block splits steps warps stages regs 1-launch early ahead |   cold   warm   roof share")
     for row in rows:
         start = f"{row['hidden']:>6} {row['tokens']:>6} {row['order']:>5} {row['block_tokens']:>3}x{row['block_hidden']:<3} {row['splits']:>5}"
         start += f" {row['steps']:>5} {row['num_warps']:>5} {row['num_stages']:>6} {row['registers']:>4} {row['one_launch']!s:>8}"
+        start += f" {row['early_start']!s:>5} {row['ahead']:>5}"
         start += " *" if row["chosen"] else "  "
         times = (
             f"{row['cold']:>7.2f}{row['warm']:>7.2f}{row['roof']:>7.2f}{row['roof'] / row['cold']:>6.0%}"

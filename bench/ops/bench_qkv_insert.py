@@ -14,6 +14,8 @@ from abyssal.ops.qkv_insert import qkv_insert as reference
 from bench.ops import write_path as wp
 
 ENTRIES = 64
+WITH_NORM = (1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (4, 2)  # heads per program, warps
+WITHOUT_NORM = (1, 1), (4, 1), (8, 1), (16, 1), (16, 2), (32, 2)
 
 
 def main() -> None:
@@ -30,10 +32,10 @@ def main() -> None:
                 kv = torch.randn(tokens, 512, device=wp.DEVICE, dtype=torch.bfloat16)
                 data, slots = wp.pool(layout, tokens, ENTRIES)
                 inputs.append((q, kv, wp.table(tokens), data, slots))
-            for per_program in (1, 2, 4, 8):
-                config = kernels.QkvInsertConfig(per_program)
+            for per_program, num_warps in WITH_NORM if shape.eps is not None else WITHOUT_NORM:
+                config = kernels.QkvInsertConfig(per_program, num_warps)
                 table.time(
-                    shape.name, tokens, str(config),
+                    shape.name, tokens, f"{per_program} heads, {num_warps} warps",
                     lambda q, kv, rope, data, slots, config=config, layout=layout, eps=shape.eps: kernels.qkv_insert(
                         q, kv, rope, data, layout, ENTRIES, slots, eps, config=config
                     ),

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import abyssal.ops.compress.triton as compressor
 import abyssal.ops.qkv_insert.triton as kernels
@@ -30,13 +34,37 @@ PUBLISHED = {  # median us by token count
 ENTRIES = 64
 
 
-def store(name: str, tokens: int, rope: bool, norm: bool) -> Callable[[], None]:
+@triton.jit
+def dependent_store_kernel(
+    kv, kv_stride, norm, rope, pages, page_bytes, slots, latent, stored, eps,
+    ROPE: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """`window_store_kernel`, launched while the kernel before it ends."""
+    gdc_launch_dependents()
+    gdc_wait()
+    kernels.window_store_kernel(kv, kv_stride, norm, rope, pages, page_bytes, slots, latent, stored, eps, ROPE, layout, ENTRIES)
+
+
+def store(name: str, tokens: int, rope: bool, norm: bool, num_warps: int | None = None) -> Callable[[], None]:
     layout = layouts.get(name)
     kv = torch.randn(tokens, 512, device=wp.DEVICE, dtype=torch.bfloat16)
     data, slots = wp.pool(layout, tokens, ENTRIES)
     table, weight = wp.table(tokens), torch.rand(512, device=wp.DEVICE) + 0.5
+    config = kernels.window_store_config(layout, norm, rope) if num_warps is None else kernels.WindowStoreConfig(num_warps)
     return lambda: kernels.window_store(
-        kv, table if rope else None, data, layout, ENTRIES, slots, norm=weight if norm else None, eps=1e-6
+        kv, table if rope else None, data, layout, ENTRIES, slots, norm=weight if norm else None, eps=1e-6, config=config
+    )  # fmt: skip
+
+
+def dependent_store(name: str, tokens: int, dependent: bool) -> Callable[[], None]:
+    """Norm + RoPE + store; in a graph each launch follows the one before, as in a decode step."""
+    layout = layouts.get(name)
+    kv = torch.randn(tokens, 512, device=wp.DEVICE, dtype=torch.bfloat16)
+    data, slots = wp.pool(layout, tokens, ENTRIES)
+    table, weight = torch.view_as_real(wp.table(tokens)), torch.rand(512, device=wp.DEVICE) + 0.5
+    return lambda: dependent_store_kernel[(tokens,)](
+        kv, kv.stride(0), weight, table, data, data.stride(0), slots, None, None, 1e-6, ROPE=64, layout=layout, ENTRIES=ENTRIES,
+        num_warps=kernels.window_store_config(layout, True, True).num_warps, launch_pdl=dependent,
     )  # fmt: skip
 
 
@@ -66,12 +94,26 @@ def main() -> None:
         "norm + rope + store": lambda tokens: store("v41", tokens, True, True),
         "ratio 1 + store": lambda tokens: store("v41_fp4", tokens, True, True),
         "ratio 2 + store": pairs,
+        "dependent kernel, plain": lambda tokens: dependent_store("v41", tokens, False),
+        "dependent kernel, early": lambda tokens: dependent_store("v41", tokens, True),
         "store, v4 record": lambda tokens: store("v4", tokens, False, False),
         "store + rope, v4 record": lambda tokens: store("v4", tokens, True, False),
     }
+    for name, record, rope, norm in (
+        ("store", "v41", False, False),
+        ("store + rope", "v41", True, False),
+        ("norm + rope + store", "v41", True, True),
+        ("ratio 1 + store", "v41_fp4", True, True),
+    ):
+        for num_warps in (1, 2, 4):
+            makers[f"{name}, {num_warps} warps"] = partial(store, record, rope=rope, norm=norm, num_warps=num_warps)
+    print(f"record stores; empty kernel: {empty:.2f} us in the profiler, F = {floor:.2f} us in a graph; {wp.device_line()}")
+    print(f"{'cell':28} {'tokens':>6} {'kernel us':>10} {'graph us':>9} {'published':>9} {'ratio':>6}", flush=True)
     rows = []
     for name, maker in makers.items():
-        for tokens, published in zip(TOKENS, PUBLISHED.get(name, (None,) * 4), strict=True):
+        for tokens, published in zip(
+            TOKENS, PUBLISHED.get(name.split(",")[0] if "v4" not in name else "", (None,) * 4), strict=True
+        ):
             row = {"cell": name, "tokens": tokens, "published_us": published}
             try:
                 fn = maker(tokens)
@@ -80,16 +122,12 @@ def main() -> None:
                 torch.cuda.synchronize()
                 row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
             rows.append(row)
-    print(f"record stores; empty kernel: {empty:.2f} us in the profiler, F = {floor:.2f} us in a graph; {wp.device_line()}")
-    print(f"{'cell':26} {'tokens':>6} {'kernel us':>10} {'graph us':>9} {'published':>9} {'ratio':>6}")
-    for row in rows:
-        head = f"{row['cell']:26} {row['tokens']:>6}"
-        if "error" in row:
-            print(head, row["error"])
-        else:
-            published = row["published_us"]
+            head = f"{name:28} {tokens:>6}"
+            if "error" in row:
+                print(head, row["error"], flush=True)
+                continue
             beside = "" if published is None else f" {published:9.2f} {row['kernel_us'] / published:6.2f}"
-            print(f"{head} {row['kernel_us']:10.2f} {row['graph_us']:9.2f}{beside}")
+            print(f"{head} {row['kernel_us']:10.2f} {row['graph_us']:9.2f}{beside}", flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps({"floor_us": floor, "empty_kernel_us": empty, "rows": rows}, indent=1))
 

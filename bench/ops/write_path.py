@@ -85,45 +85,46 @@ def view(name: str, data: Tensor, layout: Layout, entries: int) -> RecordView:
 
 
 class Table:
-    """Rows of results. A variant that fails is a row that says why."""
+    """Rows of results, printed as they come; a variant that fails is a row that says why. `print` sums up."""
 
     def __init__(self, title: str) -> None:
-        self.title = title
         self.floor = launch_floor()
+        self.title = title
         self.rows: list[dict[str, Any]] = []
+        print(f"{title}; empty kernel F = {self.floor:.2f} us; roof = bytes / {COPY_BANDWIDTH / 1e12} TB/s; {device_line()}")
+        print(f"{'shape':12} {'tokens':>6} {'variant':34} {'us':>8} {'us - F':>8} {'roof us':>8} {'% of roof':>9}", flush=True)
 
     def time(
         self, shape: str, tokens: int, variant: str, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], bytes_moved: int
     ) -> float | None:
-        row: dict[str, Any] = {"shape": shape, "tokens": tokens, "variant": variant, "bytes": bytes_moved}
+        roof = bytes_moved / COPY_BANDWIDTH * 1e6
+        row: dict[str, Any] = {"shape": shape, "tokens": tokens, "variant": variant, "bytes": bytes_moved, "roof_us": roof}
+        head = f"{shape:12} {tokens:>6} {variant:34}"
         try:
-            row["us"] = median_us(fn, inputs, repeats=7)
+            us = row["us"] = median_us(fn, inputs, repeats=7)
+            print(f"{head} {us:8.2f} {us - self.floor:8.2f} {roof:8.2f} {100 * roof / us:9.0f}", flush=True)
         except FAILURES as error:  # the other variants are still worth their time
             torch.cuda.synchronize()
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+            print(head, row["error"], flush=True)
         self.rows.append(row)
         return row.get("us")
 
     def print(self) -> None:
+        """The fastest variant of each shape and how many times longer the unfused chains take."""
         print(
-            f"\n{self.title}; empty kernel F = {self.floor:.2f} us; roof = bytes / {COPY_BANDWIDTH / 1e12} TB/s; {device_line()}"
+            f"\n{self.title}\n{'shape':12} {'tokens':>6} {'fastest':34} {'us':>8} {'us - F':>8} {'% of roof':>9} {'eager':>6} {'compile':>7}"
         )
-        print(
-            f"{'shape':12} {'tokens':>6} {'variant':34} {'us':>8} {'us - F':>8} {'roof us':>8} {'% of roof':>9} {'x faster':>8}"
-        )
-        best = {}
-        for row in self.rows:
-            if "us" in row and not row["variant"].startswith(("eager", "compile")):
-                key = row["shape"], row["tokens"]
-                best[key] = min(best.get(key, row["us"]), row["us"])
-        for row in self.rows:
-            head = f"{row['shape']:12} {row['tokens']:>6} {row['variant']:34}"
-            if "us" not in row:
-                print(f"{head} {row['error']}")
-                continue
-            roof = row["bytes"] / COPY_BANDWIDTH * 1e6
-            ratio = row["us"] / best[row["shape"], row["tokens"]] if (row["shape"], row["tokens"]) in best else float("nan")
-            print(f"{head} {row['us']:8.2f} {row['us'] - self.floor:8.2f} {roof:8.2f} {100 * roof / row['us']:9.0f} {ratio:8.2f}")
+        for shape, tokens in dict.fromkeys((row["shape"], row["tokens"]) for row in self.rows):
+            cell = {row["variant"]: row for row in self.rows if (row["shape"], row["tokens"]) == (shape, tokens) and "us" in row}
+            chains = {name: cell.pop(name)["us"] for name in ("eager", "compile") if name in cell}
+            if cell:
+                best = min(cell.values(), key=lambda row: row["us"])
+                times = [f"{chains[name] / best['us']:.1f}" if name in chains else "" for name in ("eager", "compile")]
+                print(
+                    f"{shape:12} {tokens:>6} {best['variant']:34} {best['us']:8.2f} {best['us'] - self.floor:8.2f} "
+                    f"{100 * best['roof_us'] / best['us']:9.0f} {times[0]:>6} {times[1]:>7}"
+                )
 
     def save(self, path: Path | None) -> None:
         if path is not None:

@@ -11,6 +11,7 @@ from abyssal.engine.request import EngineRequest, SamplingParams
 from abyssal.engine.sampler import SamplerState
 from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
+from abyssal.engine.swap import SwapSpace
 from abyssal.errors import ConfigError
 from abyssal.kv.planner import divide_budget
 from abyssal.kv.pool import KVCache
@@ -24,7 +25,8 @@ PLAN = plan_caches(small_config([0, 0, 4, 128, 4, 128], **RELEASED), "v4", "v4",
 
 def scheduler_of(pages: dict[Bucket, int], step_tokens: int, lengths: list[int]) -> Scheduler:
     """A scheduler with a waiting sequence of each length."""
-    scheduler = Scheduler(KVCache(PLAN, pages, CPU), step_tokens, max_num_seqs=64)
+    cache = KVCache(PLAN, pages, CPU)
+    scheduler = Scheduler(cache, SwapSpace(cache, PLAN, max_bytes=0), step_tokens, max_num_seqs=64)
     for i, length in enumerate(lengths):
         request = EngineRequest(str(i), [1] * length, SamplingParams())
         sampler = SamplerState(request.params, request.prompt_ids, [], fallback_seed=(0, i))

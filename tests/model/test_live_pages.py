@@ -73,7 +73,8 @@ def prefill(engine: Engine, ids: list[int]) -> SequenceCache:
 def flip(cache: KVCache, seq: SequenceCache, tokens: int) -> None:
     """Change one byte of the window's newest record: of its scales, where it has some."""
     spec = cache.specs["window"]
-    page, row = int(seq.tables["window"].pages[0, -1]), (tokens - 1) % spec.entries_per_page
+    slot = int(entry_slots(spec, seq.tables["window"], np.array([tokens - 1]))[0, 0])
+    page, row = divmod(slot, spec.entries_per_page)
     layout, entries = spec.layout, spec.entries_per_page
     offset = (
         layout.scale_offset(row, entries) if layout.scale_bytes else layout.data_offset(row, entries) + layout.dtype.itemsize - 1
@@ -101,7 +102,7 @@ def check_live_pages(options: dict[str, str], tokens: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("options", [LAYOUTS[10], LAYOUTS[15]], ids=lambda options: "-".join(options.values()))
 def test_pages_of_a_live_sequence(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    check_live_pages(options, 1000, monkeypatch)
+    check_live_pages(options, 960, monkeypatch)  # the last page of the window is full
 
 
 @pytest.mark.long

@@ -341,6 +341,22 @@ def test_kernel_at_released_sizes(tokens, own, hidden):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 64, 300])
+@pytest.mark.parametrize(
+    ("source", "rows", "own"),
+    [
+        ("embedding", 24, True), ("embedding", 24, False), ("streams", 24, True), ("streams", 24, False),
+        ("expand", 4, True), ("expand", 0, False), ("streams", 0, False),
+    ],
+)  # fmt: skip
+def test_kernel_other_forms(source, rows, own, tokens):
+    """First and last sites, and sites behind a change of the streams, at the token counts of every launch shape."""
+    arguments, weights = make_site(tokens, 4096, own=own, source=source, rows=rows, seed=tokens, iterations=20)
+    got = run_kernel(arguments, weights, kernel.HandoverState.allocate(300, 4096, "cuda"), with_mean=True)
+    check_site(got, arguments, weights, with_mean=True)
+
+
+@pytest.mark.gpu
 def test_kernel_at_many_tokens():
     arguments, weights = make_site(8192, 5120, iterations=20)
     got = run_kernel(arguments, weights, kernel.HandoverState.allocate(8192, 5120, "cuda"))

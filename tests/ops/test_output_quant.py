@@ -78,5 +78,5 @@ def test_kernel_of_an_empty_batch():
 
 def test_kernel_config_divides_the_heads():
     assert kernels.output_quant_config(1, 64) == kernels.OutputQuantConfig(1)
-    assert kernels.output_quant_config(4096, 64) == kernels.OutputQuantConfig(4)
-    assert kernels.output_quant_config(4096, 6) == kernels.OutputQuantConfig(2)
+    assert kernels.output_quant_config(4096, 64) == kernels.OutputQuantConfig(2)
+    assert kernels.output_quant_config(4096, 3) == kernels.OutputQuantConfig(1)

@@ -101,8 +101,10 @@ def test_kernel_stores_what_the_codec_encodes(name, eps, dtype):
 def test_kernel_config_gives_every_head_a_program():
     for tokens in (1, 8, 64, 4096):
         for heads in (4, 64, 128):
-            config = kernels.qkv_insert_config(tokens, heads)
-            assert heads % config.heads_per_program == 0
+            for norm in (True, False):
+                config = kernels.qkv_insert_config(tokens, heads, norm)
+                assert heads % config.heads_per_program == 0
+            assert kernels.qkv_insert_config(tokens, heads, True) == kernels.qkv_insert_config(1, heads, True)
     torch.manual_seed(0)
     q, kv, table = torch.randn(2, 8, 512, device=DEVICE), torch.randn(2, 512, device=DEVICE), table_of(2)
     outs = []

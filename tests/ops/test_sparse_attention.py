@@ -240,6 +240,27 @@ def test_hopper_kernel_edges():
     assert out.isfinite().all() and lse.isfinite().all()
 
 
+@hopper
+@pytest.mark.parametrize("count", [1, 5])
+def test_launches_in_a_row_wait_for_each_other(count):
+    """Launches may begin before the kernel ahead of them ends: queries that it writes, and results that it reads, stay in order."""
+    case = make_case(("v4", "v4"), 64, [(128, 512)] * 20)
+    config = wgmma.LaunchConfig(Splits(count, None))
+    queries = [case.q * (1 + i) for i in range(8)]
+    alone = []
+    for q in queries:
+        alone.append(run(replace(case, q=q), wgmma, config=config)[0].clone())
+        torch.cuda.synchronize()
+    q, out = torch.empty_like(case.q), torch.empty_like(case.q)
+    for _ in range(20):
+        results = []
+        for query in queries:
+            q.copy_(query)
+            run(replace(case, q=q), wgmma, config=config, out=out)
+            results.append(out.clone())
+        assert all(torch.equal(a, b) for a, b in zip(results, alone, strict=True))
+
+
 def test_fp32_output_and_strided_arguments():
     case = make_case(("v41", "v41_fp4"), 4, [(20, 5), (7, 33)])
     q = torch.full((2, 9, 3 * 512), torch.nan, dtype=torch.bfloat16, device=DEVICE)

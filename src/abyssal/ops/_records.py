@@ -56,11 +56,14 @@ def rms_scale(x, D: tl.constexpr, eps):
 
 
 @triton.jit
-def load_rope(table, row, WIDTH: tl.constexpr, ROPE: tl.constexpr):
-    """Row of a table fp32 [T, ROPE] of (cos, sin) pairs -> cos and sin [1, WIDTH / 2] for the last WIDTH values of a vector."""
-    column = tl.arange(0, WIDTH) - (WIDTH - ROPE)
+def load_rope(table, row, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr):
+    """Row of a table fp32 [T, ROPE] of (cos, sin) pairs -> cos and sin [ROWS, WIDTH / 2] for the last WIDTH values of vectors.
+
+    Loaded in the shape of the vectors, so that each thread gets the pairs of its own values and none pass through shared memory.
+    """
+    column = tl.arange(0, WIDTH)[None, :] - (WIDTH - ROPE) + tl.zeros((ROWS, 1), tl.int32)
     pairs = tl.load(table + row.to(tl.int64) * ROPE + column, mask=column >= 0, other=0.0)
-    return tl.split(tl.reshape(pairs, (1, WIDTH // 2, 2)))
+    return tl.split(tl.reshape(pairs, (ROWS, WIDTH // 2, 2)))
 
 
 @triton.jit
@@ -159,6 +162,21 @@ def e2m1_codes(x):
 
 
 @triton.jit
+def divide(x, scale):
+    """x / scale, correctly rounded where an e2m1 tie decides, for normal scales; |x| / scale beyond 8 becomes 8.
+
+    One division per tile: the product with the rounded reciprocal is corrected by its exact remainder.
+    """
+    limited = tl.minimum(tl.maximum(x, -8.0 * scale), 8.0 * scale)
+    if INTERPRETED:  # has no fused multiply-add
+        return tl.div_rn(limited, tl.broadcast_to(scale, x.shape))
+    else:
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        quotient = limited * inverse
+        return tl.fma(tl.fma(-quotient, tl.broadcast_to(scale, x.shape), limited), tl.broadcast_to(inverse, x.shape), quotient)
+
+
+@triton.jit
 def scale_tiles(x, grid: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
     """x [ROWS, D] over the scales of its tiles, [ROWS, D]; stored scales and their values, [ROWS, D / tile], by the writer's rule."""
     tiles = tl.reshape(x, (ROWS, D // grid.tile, grid.tile))
@@ -166,7 +184,7 @@ def scale_tiles(x, grid: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
     if grid.scale == "e4m3":
         stored = e4m3_codes(tl.minimum(tl.maximum(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), 2.0**-9), 448.0))
         scale = e4m3_values(stored)
-        scaled = tl.div_rn(tiles, tl.broadcast_to(scale[:, :, None], tiles.shape))
+        scaled = divide(tiles, scale[:, :, None])
     else:
         kind: tl.constexpr = grid.kind
         exponent = scale_exponent(amax, kind)
@@ -225,23 +243,35 @@ def store_records(pages, page_bytes, slots, x, layout: tl.constexpr, ENTRIES: tl
 
 
 @triton.jit
+def load_finish(norm, rope, row, D: tl.constexpr, ROPE: tl.constexpr):
+    """Norm weight [1, D], cos and sin [1, D / 2] of `finish_row`; 0 for those that a kernel does without.
+
+    Kernels call it before they use what they loaded earlier, so that all these loads are in flight together.
+    """
+    weight, cos, sin = 0.0, 0.0, 0.0
+    if norm is not None:
+        weight = tl.load(norm + tl.arange(0, D)[None, :])
+    if ROPE > 0:
+        cos, sin = load_rope(rope, row, 1, D, ROPE)
+    return weight, cos, sin
+
+
+@triton.jit
 def finish_row(
-    x, norm, eps, rope, row, pages, page_bytes, slot, latent, stored,
+    x, weight, cos, sin, eps, row, pages, page_bytes, slot, latent, stored,
     NORM: tl.constexpr, ROPE: tl.constexpr, HADAMARD: tl.constexpr, BF16: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """The way of one row x fp32 [1, D] into its record: norm with weight, RoPE by row `row` of the table, Hadamard, pack and store.
+    """The way of one row x fp32 [1, D] into its record: norm with weight, RoPE, Hadamard, pack and store.
 
-    `latent` and `stored`, where given, receive the row before RoPE and the row that was packed.
+    `latent` and `stored`, where given, receive the row before RoPE and the row that was packed, at index `row`.
     """
     D: tl.constexpr = layout.dim
-    column = tl.arange(0, D)[None, :]
-    here = row.to(tl.int64) * D + column
+    here = row.to(tl.int64) * D + tl.arange(0, D)[None, :]
     if NORM:
-        x = round_like(x * rms_scale(x, D, eps) * tl.load(norm + column), BF16)
+        x = round_like(x * rms_scale(x, D, eps) * weight, BF16)
     if latent is not None:
         store_like(latent + here, x)
     if ROPE > 0:
-        cos, sin = load_rope(rope, row, D, ROPE)
         x = round_like(rotate(x, cos, sin, 1, D, ROPE), BF16)
     if HADAMARD:
         x = round_like(hadamard(x, 1, D), BF16)

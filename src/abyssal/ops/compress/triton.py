@@ -17,7 +17,7 @@ from abyssal.kv import layouts
 from abyssal.kv.batch import CompressFacts, StoreFacts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import finish_row, round_like
+from abyssal.ops._records import finish_row, load_finish, round_like
 from abyssal.ops.qkv_insert.triton import window_store
 
 
@@ -63,7 +63,7 @@ def _load_rows(
     return tl.where(old[:, None], from_state, from_step)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_groups", "num_entries", "num_carried"])
 def compress_kernel(
     rows, rows_stride, num_tokens, norm, sources, num_slots, num_groups, num_entries,
     carried, num_carried, store_rows, store_slots, state_pages, state_page_bytes,
@@ -83,16 +83,21 @@ def compress_kernel(
     if program >= num_groups:
         token = tl.load(store_rows + program - num_groups)
         slot = tl.load(store_slots + program - num_groups).to(tl.int64)
-        if slot >= 0:
-            column = tl.arange(0, WIDTH)
-            row = tl.load(rows + token * rows_stride + column)
-            page = state_pages + slot // STATE_ENTRIES * state_page_bytes + slot % STATE_ENTRIES * (WIDTH * 4)
-            tl.store(page.to(tl.pointer_type(tl.float32)) + column, row)
+        column = tl.arange(0, WIDTH)
+        row = tl.load(rows + token * rows_stride + column)
+        page = state_pages + slot // STATE_ENTRIES * state_page_bytes + slot % STATE_ENTRIES * (WIDTH * 4)
+        tl.store(page.to(tl.pointer_type(tl.float32)) + column, row, mask=slot >= 0)
     else:
         complete = program < num_entries
         target = tl.load(entry_slots + program, mask=complete, other=0).to(tl.int64)
         if SUM_ENTRIES > 0:
             target += tl.load(sum_slots + program - num_entries, mask=program >= num_entries, other=0).to(tl.int64)
+        index = tl.arange(0, ROWS)
+        source = tl.load(
+            sources + program.to(tl.int64) * num_slots + index, mask=index < num_slots, other=num_carried + num_tokens
+        )
+        if SUM_ENTRIES == 0:  # every group is complete, and short enough to leave the registers
+            norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
         if target >= 0:
             column = tl.arange(0, D)[None, :]
             m = tl.full((1, D), float("-inf"), tl.float32)
@@ -107,7 +112,10 @@ def compress_kernel(
             for block in range(BLOCKS):
                 index = block * ROWS + tl.arange(0, ROWS)
                 kept = index < num_slots
-                source = tl.load(sources + program.to(tl.int64) * num_slots + index, mask=kept, other=num_carried + num_tokens)
+                if BLOCKS > 1:
+                    source = tl.load(
+                        sources + program.to(tl.int64) * num_slots + index, mask=kept, other=num_carried + num_tokens
+                    )
                 if tl.min(source, 0) < num_carried + num_tokens:
                     if OVERLAP:  # the first half of a row serves the next group, the second its own
                         place = column + tl.where(index < num_slots // 2, 0, D)[:, None]
@@ -129,8 +137,10 @@ def compress_kernel(
                     m = top
             if complete:
                 x = round_like(v / s, BF16)
+                if SUM_ENTRIES > 0:
+                    norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
                 finish_row(
-                    x, norm, eps, rope, program, pages, page_bytes, target + tl.zeros((1,), tl.int64), latent, stored,
+                    x, norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64), latent, stored,
                     True, ROPE, HADAMARD, BF16, layout, ENTRIES,
                 )  # fmt: skip
             else:

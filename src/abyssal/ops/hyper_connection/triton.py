@@ -16,6 +16,7 @@ of two bf16 numbers (16 bits of mantissa, TF32 has 11), and bf16 streams are exa
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,8 +25,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from abyssal.ops._aot import AotCase
+from abyssal.ops._aot import BLACKWELL, HOPPER, AotCase
 from abyssal.ops.hyper_connection import MixWeights, Site
 
 STREAMS = 4
@@ -60,11 +62,12 @@ class KernelWeights:
         )
 
 
-# One launch. Up to so many tokens: block_tokens, block_hidden, warps, registers per thread.
-ONE_LAUNCH = (
-    (2, 2, 32, 4, 255),
-    (8, 8, 64, 4, 255),
-    (64, 16, 128, 4, 255),
+# Up to so many tokens: one launch, block_tokens, block_hidden, warps, stages, registers per thread.
+LAUNCHES = (
+    (2, True, 1, 32, 4, 2, 255),
+    (8, True, 8, 64, 4, 2, 255),
+    (128, False, 16, 128, 4, 2, 255),
+    (1 << 31, False, 64, 32, 4, 3, 255),
 )
 
 
@@ -80,6 +83,8 @@ class LaunchConfig:
     num_stages: int
     registers: int  # per thread at most
     one_launch: bool
+    ahead: int = 0  # slices, a divisor of steps, that are fetched into the L2 at once; 0: none
+    early_start: bool = True  # the kernel starts before the one ahead of it has ended, and waits for it after its prologue
 
     def programs(self, tokens: int) -> int:
         return triton.cdiv(tokens, self.block_tokens) * self.splits
@@ -97,15 +102,17 @@ def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = Tru
     """One launch where it may and all its programs run at the same time; otherwise two, in as few waves as the token count allows."""
     if hidden % 16:
         raise ValueError(f"hidden size {hidden} is no multiple of 16: this kernel does not support it; use the reference backend")
-    for limit, block_tokens, block_hidden, num_warps, registers in ONE_LAUNCH if one_launch else ():
-        if tokens <= limit:
-            block_hidden = min(block_hidden, hidden & -hidden)
-            block_tokens = min(block_tokens, triton.next_power_of_2(tokens))
-            config = LaunchConfig(block_tokens, block_hidden, hidden // block_hidden, 1, num_warps, 2, registers, True)
+    for limit, single, block_tokens, block_hidden, num_warps, num_stages, registers in LAUNCHES:
+        block_hidden = min(block_hidden, hidden & -hidden)
+        block_tokens = min(block_tokens, triton.next_power_of_2(tokens))
+        if single and one_launch and tokens <= limit:
+            splits = hidden // block_hidden
+            config = LaunchConfig(block_tokens, block_hidden, splits, 1, num_warps, num_stages, registers, True)
             if config.programs(tokens) <= config.resident(num_sms):
                 return config
-    block_tokens, block_hidden = min(64, triton.next_power_of_2(tokens)), min(32, hidden & -hidden)
-    return two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, 4, 3, 255)
+        if not single and tokens <= limit:
+            return two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
+    raise AssertionError("the last row covers every token count")
 
 
 def two_launches(
@@ -135,7 +142,9 @@ class HandoverState:
     def allocate(cls, max_tokens: int, hidden: int, device: torch.device | str, num_sms: int | None = None) -> HandoverState:
         """For launches of up to `max_tokens` tokens with the configs of `launch_config`."""
         num_sms = num_sms or sm_count(torch.device(device))
-        sizes = {min(size, max_tokens) for size in (*range(1, 65), *range(64, max_tokens + 64, 64))}  # beyond 64 in whole blocks
+        sizes = {
+            min(size, max_tokens) for size in (*range(1, 129), *range(128, max_tokens + 64, 64))
+        }  # beyond 128 in whole blocks
         rows = max(launch_config(n, hidden, num_sms, one).partial_rows(n) for n in sizes for one in (True, False))
         return cls.of_size(rows, max_tokens, device)
 
@@ -148,6 +157,11 @@ class HandoverState:
 @lru_cache(maxsize=8)
 def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@lru_cache(maxsize=8)
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER // 10
 
 
 def site(
@@ -193,8 +207,19 @@ def site(
         )
     kind = "expand" if expanded else "streams" if source.dim() == 3 else "embedding"
     fn, base, scale = (weights.fn, weights.base, weights.scale) if weights is not None else (None, None, None)
-    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.registers}
-    constants = {"D": hidden, "SOURCE": kind, "ROWS": rows, "OWN_PRE": pre is None, "MEAN": with_mean}
+    launch = {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "maxnreg": config.registers,
+        "launch_pdl": config.early_start,
+    }
+    constants = {
+        "D": hidden,
+        "SOURCE": kind,
+        "ROWS": rows,
+        "OWN_PRE": pre is None,
+        "MEAN": with_mean,
+    }
     if config.one_launch:
         hyper_connection_site[(config.programs(tokens),)](
             source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, new_pre, new_post, new_comb, mean,
@@ -204,13 +229,13 @@ def site(
         return result
     hyper_connection_project[(config.programs(tokens),)](
         source, out, post, comb, pre, fn, streams, x, mean, state.partials, tokens,
-        **constants, **_project_constants(config), **launch,
+        HOLD=is_hopper(source.device), **constants, **_project_constants(config), **launch,
     )  # fmt: skip
     finish = _finish_constants(config, hidden)
     coefficient_programs = triton.cdiv(tokens, finish["OWNED"]) if rows else 0
     hyper_connection_finish[(coefficient_programs + tokens,)](
         state.partials, base, scale, norm_weight, streams, x, new_pre, new_post, new_comb, tokens, rms_eps, eps,
-        D=hidden, ROWS=rows, OWN_PRE=pre is None, ITERATIONS=iterations, **finish, num_warps=4,
+        D=hidden, ROWS=rows, OWN_PRE=pre is None, ITERATIONS=iterations, **finish, num_warps=4, launch_pdl=config.early_start,
     )  # fmt: skip
     return result
 
@@ -244,7 +269,11 @@ def _site_constants(config: LaunchConfig) -> dict[str, Any]:
 
 def _project_constants(config: LaunchConfig) -> dict[str, Any]:
     names = {"BT": config.block_tokens, "BD": config.block_hidden, "SPLITS": config.splits, "STEPS": config.steps}
-    return names | {"STAGES": config.num_stages}
+    return names | {
+        "STAGES": config.num_stages,
+        "WIDE": config.num_warps == 8 and config.block_tokens == 64,
+        "AHEAD": config.ahead,
+    }
 
 
 def _finish_constants(config: LaunchConfig, hidden: int) -> dict[str, Any]:
@@ -253,9 +282,9 @@ def _finish_constants(config: LaunchConfig, hidden: int) -> dict[str, Any]:
         "BT": config.block_tokens,
         "BD": min(1024, triton.next_power_of_2(hidden)),
         "SPLITS": config.splits,
-        "OWNED": min(config.block_tokens, 32),
+        "OWNED": max(1, min(config.block_tokens, 32, 128 // chunk)),  # so that reading the partial sums takes little time
         "CHUNK": chunk,
-        "CHUNK_OWNED": min(chunk, 4),
+        "CHUNK_OWNED": chunk,
     }
 
 
@@ -314,6 +343,20 @@ def _store_each(to, values, stride, mask):
 
 
 @triton.jit
+def _begin():
+    """Let the next kernel start beside this one, up to its own `_wait_for_inputs`."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _wait_for_inputs():
+    """Until the kernel before has finished: what precedes reads parameters only."""
+    if not INTERPRETED:
+        gdc_wait()
+
+
+@triton.jit
 def _load_old(post, comb, local, mask):
     """post and comb, row-major, of the site before: 4 and 16 tensors [BT, 1]."""
     values = ()
@@ -343,21 +386,31 @@ def _floats(values):
 
 
 @triton.jit
-def _expand(h, out, post, comb):
+def _expand(h, out, post, comb, HOLD: tl.constexpr):
     """new[k] = post[k] out + sum_j comb[j, k] h[j], rounded to bf16 (V4 spec 2.3)."""
     h, out, new = _floats(h), out.to(tl.float32), ()
     for k in tl.static_range(4):
         value = post[k] * out
         for j in tl.static_range(4):
             value = tl.fma(comb[4 * j + k], h[j], value)
-        new = new + (_once(value.to(tl.bfloat16)),)
+        new = new + (_hold(value.to(tl.bfloat16), HOLD),)
     return new
 
 
 @triton.jit
-def _once(value):
-    """Nothing, in a form that the compiler does not repeat: otherwise it computes the streams once per layout in which they are used."""
+def _prefetch(base, stride, rows, columns: tl.constexpr, ROWS: tl.constexpr):
+    """Fetch `columns` bf16 values, a multiple of 8, of each of `rows` <= ROWS rows into the L2."""
+    pointers = base + tl.minimum(tl.arange(0, ROWS), rows - 1) * stride
     if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [pointers, columns * 2], tl.int32, False, 1
+        )
+
+
+@triton.jit
+def _hold(value, HOLD: tl.constexpr):
+    """The value, in a form that the compiler does not compute again in every layout in which it is used, as it does on Hopper."""
+    if HOLD and not INTERPRETED:
         value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.bfloat16, is_pure=False, pack=2)
     return value
 
@@ -543,12 +596,16 @@ def _coefficients(
 
 
 @triton.jit
-def _own_gates(sums, base, scale, rms_eps, eps, D: tl.constexpr, ROWS: tl.constexpr):
-    """One token's sums [32] -> its pre, 4 scalars."""
-    column, pre = tl.arange(0, 32), ()
-    rstd = 1.0 / tl.sqrt(tl.sum(tl.where(column == 24, sums, 0.0)) / (4 * D) + rms_eps)
+def _own_gates(
+    row, base, scale, rms_eps, eps, D: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """One token's rows of partial sums -> its pre, 4 scalars."""
+    split, pre = tl.arange(0, CHUNK), ()
+    column = _load4(row + 20, split * (BT * ROW), 1, split < SPLITS)
+    squares = tl.sum(tl.load(row + 24 + split * (BT * ROW), mask=split < SPLITS, other=0.0))
+    rstd = 1.0 / tl.sqrt(squares / (4 * D) + rms_eps)
     for k in tl.static_range(4):
-        raw = tl.sum(tl.where(column == 20 + k, sums, 0.0)) * rstd
+        raw = tl.sum(column[k]) * rstd
         pre = pre + (tl.sigmoid(raw * tl.load(scale + (ROWS - 4 + k)) + tl.load(base + (ROWS - 4 + k))) + eps,)
     return pre
 
@@ -578,7 +635,7 @@ def hyper_connection_expand(source, out, post, comb, streams, D: tl.constexpr, B
     old_post, old_comb = _load4(post, token * 4, 1, None), ()
     for j in tl.static_range(4):
         old_comb = old_comb + _load4(comb, token * 16 + 4 * j, 1, None)
-    new = _expand(h, tl.load(out + token * D + d), old_post, old_comb)
+    new = _expand(h, tl.load(out + token * D + d), old_post, old_comb, False)
     _store_each(streams + token * (4 * D) + d, new, D, None)
 
 
@@ -591,6 +648,7 @@ def hyper_connection_site(
     CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr,
 ):  # fmt: skip
     """The whole site. Grid: token blocks x SPLITS, the programs of a token block side by side."""
+    _begin()
     group, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     start = (group * BT).to(tl.int64)  # offsets within the block stay 32 bit
     left = tokens - group * BT
@@ -610,6 +668,8 @@ def hyper_connection_site(
         weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
         high = _load4(fn, weight_at, D, has)
         low = _load4(fn + ROWS * 4 * D, weight_at, D, has)
+    norm = tl.load(norm_weight + d)[None, :]
+    _wait_for_inputs()
     if SOURCE == "embedding":
         e = tl.load(source + start * D + x_at, mask=mask, other=0.0)
         n = (e, e, e, e)
@@ -617,7 +677,7 @@ def hyper_connection_site(
         n = _load4(source + start * (4 * D), at, D, mask)
     if SOURCE == "expand":
         old_post, old_comb = _load_old(post + start * 4, comb + start * 16, local, mask)
-        n = _expand(n, tl.load(out + start * D + x_at, mask=mask, other=0.0), old_post, old_comb)
+        n = _expand(n, tl.load(out + start * D + x_at, mask=mask, other=0.0), old_post, old_comb, True)
     if SOURCE != "streams":
         _store_each(streams + start * (4 * D) + at, n, D, mask)
     row = partials + (split * BT + local)[:, None] * ROW
@@ -648,7 +708,7 @@ def hyper_connection_site(
     else:
         totals = _sum_splits(partials, 0, left, 25, BT, 1, BT, SPLITS, CHUNK)
         factor = 1.0 / tl.sqrt(tl.sum(totals, axis=1) / D + rms_eps)
-    normed = y.to(tl.float32) * factor[:, None] * tl.load(norm_weight + d)[None, :]
+    normed = y.to(tl.float32) * factor[:, None] * norm
     tl.store(x + x_at, normed.to(tl.bfloat16), mask=mask)
     if ROWS == 24:
         post_out += start * 4
@@ -664,16 +724,21 @@ def hyper_connection_site(
 def hyper_connection_project(
     source, out, post, comb, pre, fn, streams, x, mean, partials, tokens,
     D: tl.constexpr, SOURCE: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, MEAN: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    HOLD: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """First of two launches: streams, partial sums of the raw coefficients and of z^2, and with a given pre the collapsed vector.
 
     Grid: token blocks x SPLITS, the programs of a token block side by side; STEPS slices of BD columns each.
     """
+    _begin()
     group, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    if AHEAD > 0 and ROWS > 0:
+        _prefetch(fn + split * STEPS * BD, D, 8 * ROWS, AHEAD * BD, 256)
+    _wait_for_inputs()
     start = (group * BT).to(tl.int64)
+    left = tokens - group * BT
     local = tl.arange(0, BT)
-    valid = local < tokens - group * BT
+    valid = local < left
     mask = valid[:, None]
     source += start * (D if SOURCE == "embedding" else 4 * D)
     streams += start * (4 * D)
@@ -689,9 +754,20 @@ def hyper_connection_project(
     first: tl.constexpr = 24 - ROWS
     has = ((column >= first) & (column < 24))[None, :]
     fn_row = (tl.arange(0, 64) // 32 * ROWS + column - first) * (4 * D)
+    k_at = tl.arange(0, 4 * BD) // BD * D + tl.arange(0, 4 * BD) % BD
     products = tl.zeros((BT, 64), tl.float32)
     squares = tl.zeros((BT,), tl.float32)
+    if AHEAD > 0 and STEPS > 1 and SOURCE != "embedding":
+        _prefetch(source + split * STEPS * BD, D, 4 * left, AHEAD * BD, 4 * BT)
+        if SOURCE == "expand":
+            _prefetch(out + split * STEPS * BD, D, left, AHEAD * BD, BT)
     for step in tl.range(STEPS, num_stages=STAGES):
+        if AHEAD > 0 and STEPS > AHEAD and SOURCE != "embedding":
+            ahead = step + AHEAD
+            if (ahead % AHEAD == 0) & (ahead < STEPS):
+                _prefetch(source + (split * STEPS + ahead) * BD, D, 4 * left, AHEAD * BD, 4 * BT)
+                if SOURCE == "expand":
+                    _prefetch(out + (split * STEPS + ahead) * BD, D, left, AHEAD * BD, BT)
         d = (split * STEPS + step) * BD + tl.arange(0, BD)
         at = local[:, None] * (4 * D) + d[None, :]
         x_at = local[:, None] * D + d[None, :]
@@ -701,13 +777,18 @@ def hyper_connection_project(
         else:
             n = _load4(source, at, D, mask)
         if SOURCE == "expand":
-            n = _expand(n, tl.load(out + x_at, mask=mask, other=0.0), old_post, old_comb)
+            n = _expand(n, tl.load(out + x_at, mask=mask, other=0.0), old_post, old_comb, HOLD)
         if SOURCE != "streams":
             _store_each(streams + at, n, D, mask)
         if ROWS > 0:
-            weights = _load4(fn, fn_row[None, :] + d[:, None], D, has)
-            for k in tl.static_range(4):
-                products = tl.dot(n[k], weights[k], products)
+            if WIDE:
+                weights = tl.load(fn + fn_row[None, :] + (k_at + (split * STEPS + step) * BD)[:, None], mask=has, other=0.0)
+                z = tl.join(tl.join(n[0], n[2]), tl.join(n[1], n[3]))
+                products = tl.dot(tl.reshape(tl.permute(z, (0, 2, 3, 1)), (BT, 4 * BD)), weights, products)
+            else:
+                weights = _load4(fn, fn_row[None, :] + d[:, None], D, has)
+                for k in tl.static_range(4):
+                    products = tl.dot(n[k], weights[k], products)
             squares += tl.sum(_squares(n), axis=1)
         if not OWN_PRE:
             tl.store(x + x_at, _collapse(n, given), mask=mask)
@@ -721,50 +802,87 @@ def hyper_connection_project(
         tl.store(row + 24, squares, mask=valid)
 
 
+@triton.jit
+def _finish_token(
+    partials, base, scale, norm_weight, streams, x, token, rms_eps, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Collapse, or with a given pre what the first launch collapsed, and norm (V4 spec 2.2, step 8)."""
+    steps: tl.constexpr = (D + BD - 1) // BD
+    d, y = tl.arange(0, BD), ()
+    if OWN_PRE:
+        streams += token.to(tl.int64) * (4 * D)
+        n = ()
+        for step in tl.static_range(steps):
+            n = n + (_load4(streams, step * BD + d, D, step * BD + d < D),)
+        row = ((token // BT * BT).to(tl.int64) * SPLITS + token % BT) * ROW
+        pre = _own_gates(partials + row, base, scale, rms_eps, eps, D, ROWS, BT, SPLITS, CHUNK)
+        for step in tl.static_range(steps):
+            y = y + (_collapse(n[step], pre).to(tl.float32),)
+    x += token.to(tl.int64) * D
+    squares = tl.zeros((BD,), tl.float32)
+    for step in tl.static_range(steps):
+        if not OWN_PRE:
+            y = y + (tl.load(x + step * BD + d, mask=step * BD + d < D, other=0.0).to(tl.float32),)
+        squares += y[step] * y[step]
+    factor = 1.0 / tl.sqrt(tl.sum(squares) / D + rms_eps)
+    for step in tl.static_range(steps):
+        mask = step * BD + d < D
+        normed = y[step] * factor * tl.load(norm_weight + step * BD + d, mask=mask, other=0.0)
+        tl.store(x + step * BD + d, normed.to(tl.bfloat16), mask=mask)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def hyper_connection_finish(
     partials, base, scale, norm_weight, streams, x, pre_out, post_out, comb_out, tokens, rms_eps, eps,
     D: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, ITERATIONS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
     SPLITS: tl.constexpr, OWNED: tl.constexpr, CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr,
 ):  # fmt: skip
-    """Second of two launches. Grid: with weights one program per OWNED tokens for their coefficients; then one per token for its x."""
-    blocks = tl.cdiv(tokens, OWNED) if ROWS > 0 else 0
+    """Second of two launches. Grid: with weights one program per OWNED tokens for their coefficients; then one per token for its x.
+
+    The last tokens come first: the L2 still holds their streams.
+    """
+    _begin()
+    _wait_for_inputs()
     pid = tl.program_id(0)
-    if pid < blocks:
-        start = (pid * OWNED // BT * BT).to(tl.int64)
-        left = tl.minimum(tokens - pid * OWNED // BT * BT, BT)
-        if ROWS == 24:
-            post_out += start * 4
-            comb_out += start * 16
-        _coefficients(
-            partials + start * (SPLITS * ROW), base, scale, pre_out + start * 4, post_out, comb_out, pid * OWNED % BT, left,
-            rms_eps, eps, D, ROWS, 1, ITERATIONS, BT, SPLITS, OWNED, CHUNK_OWNED,
-        )  # fmt: skip
+    if ROWS == 0:
+        _finish_token(
+            partials,
+            base,
+            scale,
+            norm_weight,
+            streams,
+            x,
+            tokens - 1 - pid,
+            rms_eps,
+            eps,
+            D,
+            ROWS,
+            OWN_PRE,
+            BT,
+            BD,
+            SPLITS,
+            CHUNK,
+        )
     else:
-        token = tokens - 1 - (pid - blocks)  # the last tokens first: the L2 still holds their streams
-        d, y = tl.arange(0, BD), ()
-        steps: tl.constexpr = (D + BD - 1) // BD
-        if OWN_PRE:
-            streams += token.to(tl.int64) * (4 * D)
-            n = ()
-            for step in tl.static_range(steps):
-                n = n + (_load4(streams, step * BD + d, D, step * BD + d < D),)
-            start = (token // BT * BT).to(tl.int64)
-            sums = _sum_splits(partials + start * (SPLITS * ROW), token % BT, BT, 0, 1, 32, BT, SPLITS, CHUNK)
-            pre = _own_gates(tl.reshape(sums, (32,)), base, scale, rms_eps, eps, D, ROWS)
-            for step in tl.static_range(steps):
-                y = y + (_collapse(n[step], pre).to(tl.float32),)
-        x += token.to(tl.int64) * D
-        squares = tl.zeros((BD,), tl.float32)
-        for step in tl.static_range(steps):
-            if not OWN_PRE:
-                y = y + (tl.load(x + step * BD + d, mask=step * BD + d < D, other=0.0).to(tl.float32),)
-            squares += y[step] * y[step]
-        factor = 1.0 / tl.sqrt(tl.sum(squares) / D + rms_eps)
-        for step in tl.static_range(steps):
-            mask = step * BD + d < D
-            normed = y[step] * factor * tl.load(norm_weight + step * BD + d, mask=mask, other=0.0)
-            tl.store(x + step * BD + d, normed.to(tl.bfloat16), mask=mask)
+        blocks = tl.cdiv(tokens, OWNED)
+        if pid >= blocks:
+            token = tokens - 1 - (pid - blocks)
+            _finish_token(
+                partials, base, scale, norm_weight, streams, x, token, rms_eps, eps, D, ROWS, OWN_PRE, BT, BD, SPLITS, CHUNK
+            )
+        else:
+            block = pid * OWNED // BT * BT
+            start = block.to(tl.int64)
+            if ROWS == 24:
+                post_out += start * 4
+                comb_out += start * 16
+            _coefficients(
+                partials + start * (SPLITS * ROW), base, scale, pre_out + start * 4, post_out, comb_out,
+                pid * OWNED - block, tl.minimum(tokens - block, BT),
+                rms_eps, eps, D, ROWS, 1, ITERATIONS, BT, SPLITS, OWNED, CHUNK_OWNED,
+            )  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
@@ -773,34 +891,42 @@ def aot_cases() -> list[AotCase]:
     types |= {name: "*fp32" for name in ("pre_out", "post_out", "comb_out")}
     types |= {name: "*bf16" for name in ("source", "out", "fn", "streams", "x", "mean")}
     types |= {"arrivals": "*i32", "tokens": "i32", "rms_eps": "fp32", "eps": "fp32"}
-    sites = [("expand", 24, own, 5120, tokens) for own in (True, False) for tokens in (1, 8, 64, 512)]
-    sites += [("expand", 24, True, hidden, tokens) for hidden in (4096, 7168) for tokens in (1, 64, 512)]
-    sites += [("embedding", 24, True, 5120, 8), ("streams", 24, False, 5120, 64), ("expand", 4, True, 5120, 64)]
-    sites += [("expand", 0, False, 5120, 64)]
+    both, hopper = (HOPPER, BLACKWELL), (HOPPER,)
+    sites = [("expand", 24, own, 5120, tokens, both) for own in (True, False) for tokens in (8, 512)]
+    sites += [("expand", 24, True, hidden, tokens, hopper) for hidden, tokens in ((5120, 1), (4096, 512), (7168, 8), (7168, 512))]
+    sites += [("expand", 24, own, 5120, 64, hopper) for own in (True, False)]
+    forms = [("embedding", 24, True), ("embedding", 24, False), ("streams", 24, False), ("expand", 4, True), ("expand", 0, False)]
+    sites += [(*form, 4096, tokens, hopper) for form in forms for tokens in (8, 300)]
     cases = []
-    for source, rows, own, hidden, tokens in sites:
+    for source, rows, own, hidden, tokens, archs in sites:
         config = launch_config(tokens, hidden, 132)
         constants = {"D": hidden, "SOURCE": source, "ROWS": rows, "OWN_PRE": own, "MEAN": not own, "ITERATIONS": 20}
         kernels = [(hyper_connection_site, _site_constants(config), config.num_warps)]
         if not config.one_launch:
             kernels = [(hyper_connection_project, _project_constants(config), config.num_warps)]
             kernels += [(hyper_connection_finish, _finish_constants(config, hidden), 4)]
-        for function, more, num_warps in kernels:
-            names = function.arg_names
+        for (function, more, num_warps), arch in itertools.product(kernels, archs):
+            absent = {"pre", "mean"} if own else set()
+            absent |= {"out", "post", "comb"} if source != "expand" else set()
+            absent |= {"post_out", "comb_out"} if rows < 24 else set()
+            absent |= {"fn", "base", "scale", "pre_out"} if rows == 0 else set()
+            names = set(function.arg_names)
+            values = constants | more | {"HOLD": arch == HOPPER} | dict.fromkeys(absent)
             cases.append(
                 AotCase(
                     f"{function.__name__[17:]} {source} {rows} {'own' if own else 'given'} pre D{hidden} T{tokens}",
                     function,
-                    {name: kind for name, kind in types.items() if name in names},
-                    {name: value for name, value in (constants | more).items() if name in names},
+                    {name: kind for name, kind in types.items() if name in names - absent},
+                    {name: value for name, value in values.items() if name in names},
                     num_warps=num_warps,
                     num_stages=config.num_stages,
-                    aligned=tuple(name for name, kind in types.items() if name in names and kind.startswith("*")),
+                    aligned=tuple(name for name, kind in types.items() if name in names - absent and kind.startswith("*")),
+                    archs=(arch,),
                 )
             )
-    names = ("source", "out", "post", "comb", "streams")
+    expand_names = ("source", "out", "post", "comb", "streams")
     for block in (256, 1024):
-        signature = {name: types[name] for name in names}
+        signature = {name: types[name] for name in expand_names}
         constants = {"D": 5120, "BD": block}
-        cases.append(AotCase(f"expand {block}", hyper_connection_expand, signature, constants, block // 256, aligned=names))
+        cases.append(AotCase(f"expand {block}", hyper_connection_expand, signature, constants, block // 256, aligned=expand_names))
     return cases

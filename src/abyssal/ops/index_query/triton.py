@@ -49,7 +49,7 @@ def index_query_kernel(
     BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16
     x = to_fp32(tl.load(q + token * q_stride_t + head * q_stride_h + column))
     weight = to_fp32(tl.load(head_weights + token * weights_stride + head)) * (D**-0.5 * HEADS**-0.5)
-    cos, sin = load_rope(rope, token, D, ROPE)
+    cos, sin = load_rope(rope, token, PER_PROGRAM, D, ROPE)
     x = round_like(rotate(x, cos, sin, PER_PROGRAM, D, ROPE), BF16)
     if HADAMARD:
         x = round_like(hadamard(x, PER_PROGRAM, D), BF16)

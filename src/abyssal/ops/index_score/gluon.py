@@ -206,7 +206,7 @@ def _index_score_kernel_sm90(
     STAGES: gl.constexpr,  # tiles in shared memory
     TILES: gl.constexpr,  # per page
 ):
-    """A row of work is QUERIES queries of a sequence against its pages; program p takes tiles [p, p + 1) / programs of all rows'."""
+    """A row of work is QUERIES queries of a sequence against its pages; programs take equal shares of all rows' tiles."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     COUNTS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     TYPE: gl.constexpr = gl.float16 if LAYOUT == "index_fp8" else gl.bfloat16
@@ -227,9 +227,11 @@ def _index_score_kernel_sm90(
         seen = gl.maximum(seen, gl.load(visible + rows // blocks * b + of_row, mask=inside, other=0))
     tiles = (gl.minimum(seen, num_entries) + KEYS - 1) // KEYS
     ends = gl.associative_scan(tiles, 0, _add)
-    total = gl.sum(tiles, 0).to(gl.int64)
-    begin = (total * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
-    end = (total * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
+    total = gl.sum(tiles, 0)
+    share = total // gl.num_programs(0)
+    rest = total % gl.num_programs(0)
+    begin = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
+    end = begin + share + (gl.program_id(0) < rest).to(gl.int32)
     while begin < end:
         row = gl.sum((ends <= begin).to(gl.int32), 0)
         row_end = gl.sum(gl.where(rows == row, ends, 0), 0)

@@ -113,7 +113,7 @@ def _index_score_kernel(
     MAXIMA: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A row of work is QUERIES queries of a sequence against its pages; program p takes tiles [p, p + 1) / programs of all rows'."""
+    """A row of work is QUERIES queries of a sequence against its pages; programs take equal shares of all rows' tiles."""
     rows = tl.arange(0, ROWS)
     blocks = tl.cdiv(b, QUERIES)
     seen = tl.zeros([ROWS], tl.int32)
@@ -123,9 +123,11 @@ def _index_score_kernel(
         seen = tl.maximum(seen, tl.load(visible + rows // blocks * b + of_row, mask=inside, other=0))
     tiles = tl.cdiv(tl.minimum(seen, num_entries), KEYS)
     ends = tl.cumsum(tiles, 0)
-    total = tl.sum(tiles, 0).to(tl.int64)
-    begin = (total * tl.program_id(0) // tl.num_programs(0)).to(tl.int32)
-    end = (total * (tl.program_id(0) + 1) // tl.num_programs(0)).to(tl.int32)
+    total = tl.sum(tiles, 0)
+    share = total // tl.num_programs(0)
+    rest = total % tl.num_programs(0)
+    begin = tl.program_id(0) * share + tl.minimum(tl.program_id(0), rest)
+    end = begin + share + (tl.program_id(0) < rest).to(tl.int32)
     column = tl.arange(0, QUERIES * HEADS)
     while begin < end:
         row = tl.sum((ends <= begin).to(tl.int32), 0)

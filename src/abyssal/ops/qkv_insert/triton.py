@@ -13,25 +13,40 @@ from torch import Tensor
 from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import finish_row, load_rope, rms_scale, rotate, round_like, store_like, to_fp32
+from abyssal.ops._records import finish_row, load_finish, load_rope, rms_scale, rotate, round_like, store_like, to_fp32
 
 
 @dataclass(frozen=True, slots=True)
 class QkvInsertConfig:
-    """One warp per program: a row of 512 values is 16 per lane, so norms and scales are shuffles, without shared memory."""
+    """Both fix the order of the norm's sum. One warp: a row of 512 values is 16 per lane, sums and scales are shuffles."""
 
     heads_per_program: int  # of one token
+    num_warps: int = 1
 
 
-def qkv_insert_config(tokens: int, heads: int) -> QkvInsertConfig:
-    """Few rows: one head per program, the shortest chain. Many: several, for more loads in flight per warp."""
-    per_program = 1 if tokens * heads <= 1024 else 4
+def qkv_insert_config(tokens: int, heads: int, norm: bool) -> QkvInsertConfig:
+    """With norm two heads for every batch, so that a row's bits do not depend on it: 98 % of the copy bandwidth at 4,096 tokens (H200).
+
+    Without norm only 64 values of a head move and the launch of programs is the limit: 8 or 16 heads where there are many.
+    """
+    per_program = 2 if norm else 1 if tokens <= 8 else 8 if tokens <= 64 else 16
     while heads % per_program:
         per_program //= 2
     return QkvInsertConfig(per_program)
 
 
-@triton.jit
+@dataclass(frozen=True, slots=True)
+class WindowStoreConfig:
+    num_warps: int  # of one row; the same for every batch, since it fixes the order of the norm's sum
+
+
+def window_store_config(layout: Layout, norm: bool, rope: bool) -> WindowStoreConfig:
+    """A bare store is shortest in one warp. Else 4 values per lane: a row is one chain, of 2 cycles per instruction of a warp."""
+    plain = not norm and not rope and layout.grid is not None and layout.grid.kind == "e4m3"
+    return WindowStoreConfig(1 if plain else max(1, layout.dim // 128))
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def qkv_insert_kernel(
     q, q_stride_t, q_stride_h, kv, kv_stride, rope, pages, page_bytes, slots, stored, eps, tokens,
     HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
@@ -47,8 +62,9 @@ def qkv_insert_kernel(
     if program < tokens:
         slot = tl.load(slots + program + tl.arange(0, 1))
         row = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, D)[None, :]))
+        _, kv_cos, kv_sin = load_finish(None, rope, program, D, ROPE)
         finish_row(
-            row, None, eps, rope, program, pages, page_bytes, slot, None, stored, False, ROPE, False, BF16, layout, ENTRIES
+            row, 0.0, kv_cos, kv_sin, eps, program, pages, page_bytes, slot, None, stored, False, ROPE, False, BF16, layout, ENTRIES
         )  # fmt: skip
     else:
         WIDTH: tl.constexpr = D if NORM else ROPE
@@ -57,7 +73,7 @@ def qkv_insert_kernel(
         head = tile % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
         here = q + token.to(tl.int64) * q_stride_t + head * q_stride_h + (D - WIDTH) + tl.arange(0, WIDTH)[None, :]
         x = to_fp32(tl.load(here))
-        cos, sin = load_rope(rope, token, WIDTH, ROPE)
+        cos, sin = load_rope(rope, token, PER_PROGRAM, WIDTH, ROPE)
         if NORM:
             x = round_like(x * rms_scale(x, D, eps), BF16)
         store_like(here, rotate(x, cos, sin, PER_PROGRAM, WIDTH, ROPE))
@@ -72,8 +88,10 @@ def window_store_kernel(
     slot = tl.load(slots + program + tl.arange(0, 1))
     x = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, layout.dim)[None, :]))
     BF16: tl.constexpr = kv.dtype.element_ty == tl.bfloat16
+    weight, cos, sin = load_finish(norm, rope, program, layout.dim, ROPE)
     finish_row(
-        x, norm, eps, rope, program, pages, page_bytes, slot, latent, stored, norm is not None, ROPE, False, BF16, layout, ENTRIES
+        x, weight, cos, sin, eps, program, pages, page_bytes, slot, latent, stored, norm is not None, ROPE, False, BF16, layout,
+        ENTRIES,
     )  # fmt: skip
 
 
@@ -108,12 +126,12 @@ def qkv_insert(
     assert q.dtype == kv.dtype and q.stride(2) == 1, f"q is {q.dtype} with strides {q.stride()}, kv {kv.dtype}"
     if tokens == 0:
         return q
-    config = config or qkv_insert_config(tokens, heads)
+    config = config or qkv_insert_config(tokens, heads, eps is not None)
     assert heads % config.heads_per_program == 0, f"{heads} heads are no multiple of {config}"
     qkv_insert_kernel[(tokens + tokens * heads // config.heads_per_program,)](
         q, q.stride(0), q.stride(1), kv, kv.stride(0), torch.view_as_real(rope), pages, pages.stride(0), slots, stored, eps or 0.0,
         tokens, HEADS=heads, PER_PROGRAM=config.heads_per_program, NORM=eps is not None, ROPE=2 * rope.shape[1], layout=layout,
-        ENTRIES=entries_per_page, num_warps=1,
+        ENTRIES=entries_per_page, num_warps=config.num_warps,
     )  # fmt: skip
     return q
 
@@ -130,6 +148,7 @@ def window_store(
     eps: float = 0.0,
     latent: Tensor | None = None,
     stored: Tensor | None = None,
+    config: WindowStoreConfig | None = None,
 ) -> None:
     """Store rows kv [T, D]: normalised with weight `norm` fp32 [D] if given, rotated if `rope` is given. Arguments as `qkv_insert`.
 
@@ -141,10 +160,11 @@ def window_store(
     assert norm is None or norm.shape == (dim,), f"norm is {tuple(norm.shape)} for rows of {dim}"
     if tokens == 0:
         return
+    config = config or window_store_config(layout, norm is not None, rope is not None)
     window_store_kernel[(tokens,)](
         kv, kv.stride(0), norm, None if rope is None else torch.view_as_real(rope), pages, pages.stride(0), slots, latent,
         stored, eps, ROPE=0 if rope is None else 2 * rope.shape[1], layout=layout, ENTRIES=entries_per_page,
-        num_warps=1,
+        num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -171,7 +191,7 @@ def aot_cases() -> list[AotCase]:
         layout = layouts.get(name)
         common: dict[str, Any] = {"layout": layout, "ENTRIES": 64, "ROPE": 64, "stored": None}
         for heads, norm in ((64, True), (128, True), (64, False)):
-            for per_program in (1, 4):
+            for per_program in (1, 2) if norm else (1, 8, 16):
                 cases.append(
                     AotCase(
                         f"qkv_insert {name} h{heads} norm={norm} x{per_program}", qkv_insert_kernel,
@@ -187,7 +207,8 @@ def aot_cases() -> list[AotCase]:
             cases.append(
                 AotCase(
                     f"window_store {name} norm={norm} rope={rope}", window_store_kernel,
-                    rows | ({"norm": "*fp32"} if norm else {}), constants | weight | {"ROPE": rope}, num_warps=1,
+                    rows | ({"norm": "*fp32"} if norm else {}), constants | weight | {"ROPE": rope},
+                    num_warps=window_store_config(layouts.get(name), norm, rope > 0).num_warps,
                     aligned=(*aligned, "norm") if norm else aligned,
                 )
             )  # fmt: skip

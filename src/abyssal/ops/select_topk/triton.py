@@ -32,7 +32,7 @@ class SelectConfig:
 
 
 CHUNK = 4096
-SPREAD_PROGRAMS = 528  # beyond these, a program per row has company enough
+SPREAD_PROGRAMS = 512  # beyond these, a program per row has company enough
 
 
 def select_config(rows: int, num_entries: int, k: int) -> SelectConfig:
@@ -458,18 +458,9 @@ def select_topk(
         )
     assert maxima is None or (maxima.is_contiguous() and maxima.shape[-1] >= groups)
     if config.chunk:
-        _launch_spread(
-            scores,
-            maxima if config.levels == 2 else tops,
-            visible,
-            k,
-            blocks,
-            page_table,
-            entries_per_page,
-            arrivals,
-            out,
-            config,
-        )
+        first = maxima if config.levels == 2 else tops
+        assert first is not None
+        _launch_spread(scores, first, visible, k, blocks, page_table, entries_per_page, arrivals, out, config)
         return out
     width = num_entries if config.levels == 1 else -(-num_entries // GROUP ** (config.levels - 1))
     _select_topk_kernel[(n * b,)](

@@ -1,4 +1,4 @@
-"""Sparse attention in Gluon for Hopper: warps that bring records, warps that weigh them and warps that add them up."""
+"""Sparse attention in Gluon for Hopper: warps that bring records beside warps that weigh them and add them up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv import layouts
 from abyssal.ops._aot import HOPPER, AotCase
@@ -24,8 +24,8 @@ from abyssal.ops.sparse_attention.triton import FIXED_SPLIT_BLOCKS, LOG2_E, best
 
 BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64
-NUM_WARPS = 8  # of the role that keeps the output; four more for each of the others
-WEIGH_REGISTERS, CONVERT_REGISTERS = 72, 120
+NUM_WARPS = 4  # of the role that weighs; four more add the right half, eight bring records
+ADD_REGISTERS, BRING_REGISTERS = 160, 72
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,13 @@ def sparse_attention(
         WINDOW_PER_PAGE=window.records.entries_per_page,
         ENTRIES_PER_PAGE=entries.records.entries_per_page,
         PARTIAL=splits.count > 1,
-        WEIGH_REGISTERS=WEIGH_REGISTERS,
-        CONVERT_REGISTERS=CONVERT_REGISTERS,
+        ADD_REGISTERS=ADD_REGISTERS,
+        BRING_REGISTERS=BRING_REGISTERS,
         num_warps=NUM_WARPS,
+        launch_pdl=True,
     )
     if splits.count > 1:
-        combine(partial, sink, out, lse)
+        combine(partial, splits, sink, out, lse)
     return out, lse
 
 
@@ -106,13 +107,19 @@ def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, Tensor]:
 # Threads of a block's codes [64 keys, threads of a row, words]: a row's 8 threads move 128 bytes (`WIDE`) or 64 (`NARROW`). Eight lanes
 # in turn hold four threads of two neighbouring rows, so that their 16-byte stores fall into different banks of swizzled rows.
 LANES = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [0, 4, 0], [2, 0, 0]]
-WARPS = [[4, 0, 0], [8, 0, 0]]
-WIDE = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [16, 0, 0], [32, 0, 0]], LANES, WARPS, [], [64, 8, 4]))
-NARROW = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [16, 0, 0], [32, 0, 0]], LANES, WARPS, [], [64, 8, 2]))
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+WARPS = [[4, 0, 0], [8, 0, 0], [16, 0, 0]]
+WIDE = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [32, 0, 0]], LANES, WARPS, [], [64, 8, 4]))
+NARROW = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [32, 0, 0]], LANES, WARPS, [], [64, 8, 2]))
+REST = gl.constexpr(  # `WIDE` with a row's words in one dimension
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [32, 0]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], [[4, 0], [8, 0], [16, 0]], [], [64, 32]
+    )
+)
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))
-QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
+QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 SHARED_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -150,20 +157,37 @@ def attend_kernel(
     WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
     PARTIAL: gl.constexpr,
-    WEIGH_REGISTERS: gl.constexpr,
-    CONVERT_REGISTERS: gl.constexpr,
+    ADD_REGISTERS: gl.constexpr,
+    BRING_REGISTERS: gl.constexpr,
 ):
     """One block of heads of one token over one split of its key blocks, as `attend_kernel` in Triton.
 
-    Three roles run side by side: four warps convert records to bf16 in shared memory, four warps turn them into weights, and eight
-    warps, each four with half of the columns, add weighted records to the output. Two blocks of keys and two of weights are on their
-    way from one role to the next.
+    Three roles run side by side: eight warps bring records to shared memory as bf16, four turn them into weights and add weighted
+    records to the left half of the output, four add to the right half. Two blocks of keys and of weights are on their way at a time.
     """
     head_blocks = (H + 63) // 64
     program = gl.program_id(0)
     first_head = program % head_blocks * 64
     split = program // head_blocks % count
     token = program // (head_blocks * count)
+
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
+    k_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], SHARED)
+    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
+    bias = gl.allocate_shared_memory(gl.float32, [2, 64], SHARED_ROW)
+    factors = gl.allocate_shared_memory(gl.float32, [3, 64], SHARED_ROW)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    p_full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full.index(0), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(p_full.index(i), count=1)
+    mbarrier.init(p_full.index(2), count=1)
+    fence_async_shared()
+    gdc_wait()  # launched while the kernel before may still run
 
     window_length = gl.load(window_lengths + token)
     entry_length = gl.load(entry_lengths + token)
@@ -177,26 +201,6 @@ def attend_kernel(
     part = token.to(gl.int64) * count + split
     if PARTIAL:
         lse_row = partial_lse + part * H + first_head
-
-    q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
-    k_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], SHARED)
-    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
-    listed = gl.allocate_shared_memory(gl.int32, [2, 64], SHARED_ROW)
-    factors = gl.allocate_shared_memory(gl.float32, [3, 64], SHARED_ROW)
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    p_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full.index(0), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=1)
-        mbarrier.init(p_full.index(i), count=1)
-        mbarrier.init(p_empty.index(i), count=1)
-    mbarrier.init(p_full.index(2), count=1)
-    fence_async_shared()
-
     if not PARTIAL:
         out_rows = out + token.to(gl.int64) * out_stride_t + first_head.to(gl.int64) * out_stride_h
         out_stride = out_stride_h
@@ -207,24 +211,24 @@ def attend_kernel(
     gl.warp_specialize(
         [
             (
-                add_up,
-                (q_rows, q_stride_h, out_rows, out_stride, H - first_head, last - first, q_smem, k_smem, p_smem, factors,
-                 q_full, k_full, k_empty, p_full, p_empty, D, PARTIAL),
+                weigh_and_add,
+                (sink + first_head, lse_row, out_rows, out_stride, H - first_head, last - first, scale_log2, q_smem, k_smem, p_smem,
+                 bias, factors, q_full, k_full, k_empty, p_full, PARTIAL),
             ),
             (
-                weigh,
-                (sink + first_head, lse_row, H - first_head, last - first, scale_log2, q_smem, k_smem, p_smem, listed, factors,
-                 q_full, k_full, p_full, p_empty, PARTIAL),
+                add_right,
+                (q_rows, q_stride_h, out_rows, out_stride, H - first_head, last - first, q_smem, k_smem, p_smem, factors, q_full,
+                 k_full, k_empty, p_full, PARTIAL),
             ),
             (
-                copy_blocks if WINDOW.grid is None else convert_blocks,
+                bring_blocks,
                 (window_row, window_length, window_pages, window_page_stride, entry_row, entry_length, entry_pages,
-                 entry_page_stride, first, last, k_smem, listed, k_full, k_empty, WINDOW, ENTRIES, WINDOW_PER_PAGE,
+                 entry_page_stride, first, last, k_smem, bias, k_full, k_empty, WINDOW, ENTRIES, WINDOW_PER_PAGE,
                  ENTRIES_PER_PAGE),
             ),
         ],
-        [4, 4],
-        [WEIGH_REGISTERS, CONVERT_REGISTERS],
+        [4, 8],
+        [ADD_REGISTERS, BRING_REGISTERS],
     )  # fmt: skip
 
 
@@ -240,69 +244,37 @@ def split_range(split, blocks, count, split_blocks):
 
 
 @gluon.jit
-def add_up(
-    q_rows, q_stride_h, out_rows, out_stride, heads, blocks, q_smem, k_smem, p_smem, factors, q_full, k_full, k_empty, p_full, p_empty,
-    D: gl.constexpr, PARTIAL: gl.constexpr,
+def weigh_and_add(
+    sink, lse, out_rows, out_stride, heads, blocks, scale_log2, q_smem, k_smem, p_smem, bias, factors, q_full, k_full, k_empty,
+    p_full, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring the queries, then add weights times records over all blocks, and write the scaled sum."""
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, QUERY))
-    pointers = gl.expand_dims(q_rows + rows * q_stride_h, 1) + gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, QUERY)), 0)
-    q_smem.store(gl.load(pointers, mask=gl.expand_dims(rows < heads, 1), other=0.0))
-    fence_async_shared()
-    mbarrier.arrive(q_full.index(0))
-
-    acc = gl.zeros([64, D], gl.float32, OUTPUT)
-    for block in range(blocks):
-        half = block % 2
-        phase = block // 2 % 2
-        mbarrier.wait(k_full.index(half), phase)
-        mbarrier.wait(p_full.index(half), phase)
-        keep = factors.index(half).load(gl.SliceLayout(1, OUTPUT))
-        acc = acc * gl.expand_dims(keep, 1)
-        acc = warpgroup_mma(p_smem.index(half), k_smem.index(half), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(k_empty.index(half))
-        mbarrier.arrive(p_empty.index(half))
-
-    mbarrier.wait(p_full.index(2), 0)
-    acc = acc * gl.expand_dims(factors.index(2).load(gl.SliceLayout(1, OUTPUT)), 1)
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
-    columns = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT)), 0)
-    if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-        places = gl.expand_dims(out_rows + rows * out_stride, 1) + columns
-        gl.store(places, acc.to(out_rows.dtype.element_ty), mask=gl.expand_dims(rows < heads, 1))
-
-
-@gluon.jit
-def weigh(
-    sink, lse, heads, blocks, scale_log2, q_smem, k_smem, p_smem, listed, factors, q_full, k_full, p_full, p_empty,
-    PARTIAL: gl.constexpr,
-):  # fmt: skip
-    """Weights exp2(score - running maximum) of every block, and the factor that earlier blocks take with a new maximum."""
+    """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    no_scores = gl.zeros([64, 64], gl.float32, SCORES)
     top = gl.full([64], float("-inf"), gl.float32, ROWS)
     total = gl.zeros([64], gl.float32, ROWS)
+    no_scores = gl.zeros([64, 64], gl.float32, SCORES)
+    acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
     mbarrier.wait(q_full.index(0), 0)
-    for block in range(blocks):
-        half = block % 2
-        phase = block // 2 % 2
-        mbarrier.wait(k_full.index(half), phase)
-        scores = warpgroup_mma(q_smem, k_smem.index(half).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        seen = listed.index(half).load(gl.SliceLayout(0, SCORES)) >= 0
+    if blocks > 0:
+        mbarrier.wait(k_full.index(0), 0)
+        scores = warpgroup_mma(q_smem, k_smem.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        scores = gl.where(gl.expand_dims(seen, 0), scores * scale_log2, float("-inf"))
-        new_top = gl.maximum(top, gl.max(scores, axis=1))
-        base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
-        weights = gl.exp2(scores - gl.expand_dims(base, 1))
-        keep = gl.exp2(top - base)
-        top = new_top
-        mbarrier.wait(p_empty.index(half), phase ^ 1)
-        p_smem.index(half).store(weights.to(gl.bfloat16))
-        factors.index(half).store(keep)
-        fence_async_shared()
-        mbarrier.arrive(p_full.index(half))
-        total = total * keep + gl.sum(weights, axis=1)
+        keep, top, total = soften(scores, 0, top, total, scale_log2, p_smem, bias, factors, p_full)
+        for block in range(blocks - 1):
+            half = block % 2
+            acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
+            acc = warpgroup_mma(p_smem.index(half), k_smem.index(half).slice(0, HALF, dim=1), acc, is_async=True)
+            mbarrier.wait(k_full.index(1 - half), (block + 1) // 2 % 2)
+            keys = k_smem.index(1 - half).permute((1, 0))
+            scores = warpgroup_mma(q_smem, keys, no_scores, use_acc=False, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(k_empty.index(half))
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            keep, top, total = soften(scores, block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
+        half = (blocks - 1) % 2
+        acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
+        acc = warpgroup_mma(p_smem.index(half), k_smem.index(half).slice(0, HALF, dim=1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
 
     b_lse = top + gl.log2(total)  # -inf without keys
     factor = 1.0 / gl.where(total > 0, total, 1.0)
@@ -314,63 +286,163 @@ def weigh(
     factors.index(2).store(factor)
     mbarrier.arrive(p_full.index(2))
     gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=rows < heads)
+    if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
+        store_half(acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), out_rows, out_stride, heads)
 
 
 @gluon.jit
-def convert_blocks(
+def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full):
+    """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sum."""
+    half = block % 2
+    scores = scores * scale_log2 + gl.expand_dims(bias.index(half).load(gl.SliceLayout(0, SCORES)), 0)
+    new_top = gl.maximum(top, gl.max(scores, axis=1))
+    base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
+    weights = gl.exp2(scores - gl.expand_dims(base, 1))
+    keep = gl.exp2(top - base)
+    p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
+    factors.index(half).store(keep)
+    fence_async_shared()
+    mbarrier.arrive(p_full.index(half))
+    return keep, new_top, total * keep + gl.sum(weights, axis=1)
+
+
+@gluon.jit
+def add_right(
+    q_rows, q_stride_h, out_rows, out_stride, heads, blocks, q_smem, k_smem, p_smem, factors, q_full, k_full, k_empty, p_full,
+    PARTIAL: gl.constexpr,
+):  # fmt: skip
+    """Bring the queries, then add weights times records to the right half of the output."""
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, QUERY))
+    for side in gl.static_range(2):
+        columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, QUERY))
+        pointers = gl.expand_dims(q_rows + rows * q_stride_h, 1) + gl.expand_dims(columns, 0)
+        b_q = gl.load(pointers, mask=gl.expand_dims(rows < heads, 1), other=0.0)
+        q_smem.slice(side * HALF, HALF, dim=1).store(b_q)
+    fence_async_shared()
+    mbarrier.arrive(q_full.index(0))
+
+    acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
+    for block in range(blocks):
+        half = block % 2
+        phase = block // 2 % 2
+        mbarrier.wait(k_full.index(half), phase)
+        mbarrier.wait(p_full.index(half), phase)
+        keep = factors.index(half).load(gl.SliceLayout(1, OUTPUT))
+        acc = acc * gl.expand_dims(keep, 1)
+        acc = warpgroup_mma(p_smem.index(half), k_smem.index(half).slice(HALF, HALF, dim=1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(k_empty.index(half))
+
+    mbarrier.wait(p_full.index(2), 0)
+    if not PARTIAL or blocks > 0:
+        store_half(acc, factors.index(2).load(gl.SliceLayout(1, OUTPUT)), out_rows + HALF, out_stride, heads)
+
+
+@gluon.jit
+def store_half(acc, factor, out_rows, out_stride, heads):
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
+    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT)), 0)
+    places = gl.expand_dims(out_rows + rows * out_stride, 1) + columns
+    result = (acc * gl.expand_dims(factor, 1)).to(out_rows.dtype.element_ty)
+    gl.store(places, result, mask=gl.expand_dims(rows < heads, 1))
+
+
+@gluon.jit
+def bring_blocks(
     window_row, window_length, window_pages, window_page_stride, entry_row, entry_length, entry_pages, entry_page_stride,
-    first, last, k_smem, listed, k_full, k_empty,
+    first, last, k_smem, bias, k_full, k_empty,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Read records and write them as bf16; the codes of a block are on their way while the block before it is converted."""
+    """Bring the records of both lists to shared memory as bf16, block by block."""
+    bring_list: gl.constexpr = copy_list if WINDOW.grid is None else convert_list
     window_blocks = (window_length + 63) // 64
-    slots = block_slots(first, last, window_blocks, window_row, window_length, entry_row, entry_length)
-    raw = load_codes(
-        first, window_blocks, slots, window_pages, window_page_stride, entry_pages, entry_page_stride,
-        WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE,
+    middle = gl.minimum(gl.maximum(window_blocks, first), last)
+    in_window = gl.minimum(window_length - first * 64, (middle - first) * 64)
+    start = middle - window_blocks
+    in_entries = gl.minimum(entry_length - start * 64, (last - middle) * 64)
+    slots = block_slots(window_row + first * 64, 0, in_window)
+    entry_slots = block_slots(entry_row + start * 64, 0, in_entries)
+    bring_list(
+        slots, window_row + first * 64, in_window, 0, window_pages, window_page_stride, k_smem, bias, k_full, k_empty, WINDOW,
+        WINDOW_PER_PAGE,
     )  # fmt: skip
-    next_slots = block_slots(first + 1, last, window_blocks, window_row, window_length, entry_row, entry_length)
-    for block in range(first, last):
-        half = (block - first) % 2
-        mbarrier.wait(k_empty.index(half), (block - first) // 2 % 2 ^ 1)
-        listed.index(half).store(slots)
+    bring_list(
+        entry_slots, entry_row + start * 64, in_entries, middle - first, entry_pages, entry_page_stride, k_smem, bias, k_full,
+        k_empty, ENTRIES, ENTRIES_PER_PAGE,
+    )  # fmt: skip
+
+
+@gluon.jit
+def convert_list(
+    slots,
+    slot_row,
+    length,
+    done,
+    pages,
+    page_stride,
+    k_smem,
+    bias,
+    k_full,
+    k_empty,
+    LAYOUT: gl.constexpr,
+    PER_PAGE: gl.constexpr,
+):
+    """Convert `length` packed records, the first in `slots`; `done` blocks came before. A part of the next block is asked for as one is converted."""
+    data, row = locate(slots, pages, page_stride, LAYOUT, PER_PAGE)
+    w0, s0 = load_part(0, data, row, LAYOUT, PER_PAGE)
+    w1, s1 = load_part(1, data, row, LAYOUT, PER_PAGE)
+    w2, s2 = load_part(2, data, row, LAYOUT, PER_PAGE)
+    w3, s3 = load_part(3, data, row, LAYOUT, PER_PAGE)
+    for block in range((length + 63) // 64):
+        half = (done + block) % 2
         words = k_smem.index(half)._reinterpret(gl.int32, [64, 256], SHARED_WORDS)
-        if WINDOW.name == ENTRIES.name or block < window_blocks:
-            convert_records(raw, words, WINDOW)
-        else:
-            convert_records(raw, words, ENTRIES)
+        next_slots = block_slots(slot_row, block + 1, length)
+        mbarrier.wait(k_empty.index(half), (done + block) // 2 % 2 ^ 1)
+        bias.index(half).store(gl.where(slots >= 0, 0.0, float("-inf")))
+        if LAYOUT.name == "v4":
+            copy_rest(data, row, words.slice(224, 32, dim=1), LAYOUT)
+        slots = next_slots
+        data, row = locate(slots, pages, page_stride, LAYOUT, PER_PAGE)
+        convert_part(0, w0, s0, words, LAYOUT)
+        w0, s0 = load_part(0, data, row, LAYOUT, PER_PAGE)
+        convert_part(1, w1, s1, words, LAYOUT)
+        w1, s1 = load_part(1, data, row, LAYOUT, PER_PAGE)
+        convert_part(2, w2, s2, words, LAYOUT)
+        w2, s2 = load_part(2, data, row, LAYOUT, PER_PAGE)
+        convert_part(3, w3, s3, words, LAYOUT)
+        w3, s3 = load_part(3, data, row, LAYOUT, PER_PAGE)
+        if LAYOUT.name == "v4":
+            async_copy.wait_group(0)
         fence_async_shared()
         mbarrier.arrive(k_full.index(half))
-        slots = next_slots
-        raw = load_codes(
-            block + 1, window_blocks, slots, window_pages, window_page_stride, entry_pages, entry_page_stride,
-            WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE,
-        )  # fmt: skip
-        next_slots = block_slots(block + 2, last, window_blocks, window_row, window_length, entry_row, entry_length)
 
 
 @gluon.jit
-def copy_blocks(
-    window_row, window_length, window_pages, window_page_stride, entry_row, entry_length, entry_pages, entry_page_stride,
-    first, last, k_smem, listed, k_full, k_empty,
-    WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
-):  # fmt: skip
-    """`convert_blocks` for records that are bf16 already: they go to shared memory without passing registers."""
-    window_blocks = (window_length + 63) // 64
-    slots = block_slots(first, last, window_blocks, window_row, window_length, entry_row, entry_length)
-    for block in range(first, last + 1):
-        done = block - first
-        half = done % 2
-        if block < last:
-            mbarrier.wait(k_empty.index(half), done // 2 % 2 ^ 1)
-            listed.index(half).store(slots)
-            if block < window_blocks:
-                copy_records(slots, window_pages, window_page_stride, k_smem.index(half), WINDOW, WINDOW_PER_PAGE)
-            else:
-                copy_records(slots, entry_pages, entry_page_stride, k_smem.index(half), ENTRIES, ENTRIES_PER_PAGE)
+def copy_list(
+    slots,
+    slot_row,
+    length,
+    done,
+    pages,
+    page_stride,
+    k_smem,
+    bias,
+    k_full,
+    k_empty,
+    LAYOUT: gl.constexpr,
+    PER_PAGE: gl.constexpr,
+):
+    """`convert_list` for records that are bf16 already: they go to shared memory without passing registers."""
+    blocks = (length + 63) // 64
+    for block in range(blocks + 1):
+        half = (done + block) % 2
+        if block < blocks:
+            mbarrier.wait(k_empty.index(half), (done + block) // 2 % 2 ^ 1)
+            bias.index(half).store(gl.where(slots >= 0, 0.0, float("-inf")))
+            copy_records(slots, pages, page_stride, k_smem.index(half), LAYOUT, PER_PAGE)
         async_copy.commit_group()
-        slots = block_slots(block + 1, last, window_blocks, window_row, window_length, entry_row, entry_length)
-        if done > 0:
+        slots = block_slots(slot_row, block + 1, length)
+        if block > 0:
             async_copy.wait_group(1)
             fence_async_shared()
             mbarrier.arrive(k_full.index(1 - half))
@@ -388,62 +460,19 @@ def copy_records(slots, pages, page_stride, k_smem, LAYOUT: gl.constexpr, PER_PA
 
 
 @gluon.jit
-def block_slots(block, last, window_blocks, window_row, window_length, entry_row, entry_length):
-    """Slots of a block [64], -1 beyond a list's or the split's end."""
-    n = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, WIDE)))
-    if block < window_blocks:
-        n = n + block * 64
-        slots = gl.load(window_row + n, mask=(n < window_length) & (block < last), other=-1)
-    else:
-        n = n + (block - window_blocks) * 64
-        slots = gl.load(entry_row + n, mask=(n < entry_length) & (block < last), other=-1)
-    return slots
+def block_slots(slot_row, block, length):
+    """Slots of a block [64], -1 beyond the list's end."""
+    n = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, WIDE)))
+    return gl.load(slot_row + n, mask=n < length, other=-1)
 
 
 @gluon.jit
-def load_codes(
-    block, window_blocks, slots, window_pages, window_page_stride, entry_pages, entry_page_stride,
-    WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
-):  # fmt: skip
-    """Records of a block as they are stored, zero where there is none: words of 128 (or 64) bytes of each, and their scales."""
-    if block < window_blocks:
-        raw = load_records(slots, window_pages, window_page_stride, WINDOW, WINDOW_PER_PAGE)
-    else:
-        raw = load_records(slots, entry_pages, entry_page_stride, ENTRIES, ENTRIES_PER_PAGE)
-    return raw
-
-
-@gluon.jit
-def load_records(slots, pages, page_stride, LAYOUT: gl.constexpr, PER_PAGE: gl.constexpr):
-    there = slots >= 0
+def locate(slots, pages, page_stride, LAYOUT: gl.constexpr, PER_PAGE: gl.constexpr):
+    """Where records lie, and in which row of their pages; row -1: no record."""
     slot = gl.maximum(slots, 0)
-    page = pages + (slot // PER_PAGE).to(gl.int64) * page_stride
-    data = page + slot % PER_PAGE * LAYOUT.data_bytes
-    scale = page + (PER_PAGE * LAYOUT.data_bytes + slot % PER_PAGE * LAYOUT.scale_bytes)
-    w0 = load_words(data, there, WIDE)
-    w1 = load_words(data + 128, there, WIDE)
-    if LAYOUT.name == "v4":
-        w2 = load_words(data + 256, there, WIDE)
-        w3 = load_words(data + 384, there, NARROW)
-        rest = load_words(data + 448, there, WIDE)
-        s0 = gl.load(scale.to(gl.pointer_type(gl.int32)), mask=there, other=0)
-        s1 = gl.load(scale.to(gl.pointer_type(gl.int32)) + 1, mask=there, other=0)
-        s2, s3 = s0, s1
-    elif LAYOUT.name == "v41":
-        w2 = load_words(data + 256, there, WIDE)
-        w3 = load_words(data + 384, there, WIDE)
-        rest = w0
-        s0 = load_scales(scale, there, 0, 2, gl.uint8)
-        s1 = load_scales(scale, there, 4, 2, gl.uint8)
-        s2 = load_scales(scale, there, 8, 2, gl.uint8)
-        s3 = load_scales(scale, there, 12, 2, gl.uint8)
-    else:
-        gl.static_assert(LAYOUT.name == "v41_fp4")
-        w2, w3, rest = w0, w0, w0
-        s0 = load_scales(scale, there, 0, 1, gl.uint16)
-        s1 = load_scales(scale, there, 16, 1, gl.uint16)
-        s2, s3 = s0, s0
-    return w0, w1, w2, w3, rest, s0, s1, s2, s3
+    row = slot % PER_PAGE
+    data = pages + (slot // PER_PAGE).to(gl.int64) * page_stride + row * LAYOUT.data_bytes
+    return data, gl.where(slots >= 0, row, -1)
 
 
 @gluon.jit
@@ -452,10 +481,38 @@ def load_words(data, there, LAYOUT: gl.constexpr):
     WORDS: gl.constexpr = LAYOUT.shape[2]
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
     data, there = gl.convert_layout(data, ROWS, assert_trivial=True), gl.convert_layout(there, ROWS, assert_trivial=True)
-    rows = gl.expand_dims(gl.expand_dims(data.to(gl.pointer_type(gl.int32)), 1), 2)
+    rows = gl.expand_dims(gl.expand_dims(data, 1), 2)
     v = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
     w = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
     return gl.load(rows + (v * WORDS + w), mask=gl.expand_dims(gl.expand_dims(there, 1), 2), other=0)
+
+
+@gluon.jit
+def copy_rest(data, row, words, LAYOUT: gl.constexpr):
+    """The bf16 values at the end of a V4 record go to shared memory as they are."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, REST)
+    there = gl.expand_dims(gl.convert_layout(row >= 0, ROWS, assert_trivial=True), 1)
+    rows = (gl.convert_layout(data, ROWS, assert_trivial=True) + LAYOUT.grid.values).to(gl.pointer_type(gl.int32))
+    columns = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, REST)), 0)
+    async_copy.async_copy_global_to_shared(words, gl.expand_dims(rows, 1) + columns, mask=there)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def load_part(PART: gl.constexpr, data, row, LAYOUT: gl.constexpr, PER_PAGE: gl.constexpr):
+    """128 bytes of each record of a block, or V4's last 64 codes, and their scales; zeros where the layout has no such part."""
+    WORDS: gl.constexpr = NARROW if LAYOUT.name == "v4" and PART == 3 else WIDE
+    there = (row >= 0) & (PART * 128 < LAYOUT.data_bytes)
+    scales = data + (PER_PAGE * LAYOUT.data_bytes - row * (LAYOUT.data_bytes - LAYOUT.scale_bytes))
+    part = load_words(data.to(gl.pointer_type(gl.int32)) + PART * 32, there, WORDS)
+    if LAYOUT.name == "v4":  # of each 64 values
+        scale = gl.load(scales.to(gl.pointer_type(gl.uint16)) + PART, mask=there, other=0).to(gl.int32)
+    elif LAYOUT.name == "v41":
+        scale = load_scales(scales, there, PART * 4, 2, gl.uint8)
+    else:
+        gl.static_assert(LAYOUT.name == "v41_fp4")
+        scale = load_scales(scales, there, PART * 16, 1, gl.uint16)
+    return part, scale
 
 
 @gluon.jit
@@ -467,49 +524,44 @@ def load_scales(scale, there, FIRST: gl.constexpr, THREADS: gl.constexpr, TYPE: 
 
 
 @gluon.jit
-def convert_records(raw, words, LAYOUT: gl.constexpr):
-    w0, w1, w2, w3, rest, s0, s1, s2, s3 = raw
-    if LAYOUT.name == "v4":  # two scales per 128 bytes
-        v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, WIDE))), 0)
-        s2, s3 = gl.expand_dims(s1, 1) >> (v // 4 * 8), gl.expand_dims(s1, 1) >> 16
-        s0, s1 = gl.expand_dims(s0, 1) >> (v // 4 * 8), gl.expand_dims(s0, 1) >> (v // 4 * 8 + 16)
-        s0, s1, s2, s3 = s0 & 0xFF, s1 & 0xFF, s2 & 0xFF, (s3 + v * 0) & 0xFF
+def convert_part(PART: gl.constexpr, part, scale, words, LAYOUT: gl.constexpr):
+    """Write one part of a block as bf16 into its columns of shared memory."""
     if LAYOUT.name == "v41_fp4":
-        convert_e2m1(w0, s0, words.slice(0, 128, dim=1))
-        convert_e2m1(w1, s1, words.slice(128, 128, dim=1))
-    else:
-        convert_e4m3(w0, s0, words.slice(0, 64, dim=1))
-        convert_e4m3(w1, s1, words.slice(64, 64, dim=1))
-        convert_e4m3(w2, s2, words.slice(128, 64, dim=1))
-        if LAYOUT.name == "v4":
-            s3 = gl.convert_layout(s3, gl.SliceLayout(2, NARROW), assert_trivial=True)
-            convert_e4m3(w3, s3, words.slice(192, 32, dim=1))
-            words.slice(224, 32, dim=1).store(gl.reshape(rest, [64, 32]))
-        else:
-            convert_e4m3(w3, s3, words.slice(192, 64, dim=1))
+        if PART < 2:
+            convert_e2m1(part, scale, words.slice(PART * 128, 128, dim=1))
+    elif LAYOUT.name == "v41":
+        convert_e4m3(part, scale, words.slice(PART * 64, 64, dim=1))
+    else:  # a scale byte per 64 values
+        WORDS: gl.constexpr = NARROW if PART == 3 else WIDE
+        ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, WORDS))
+        v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS))), 0)
+        shift = v // 4 * 8 if PART < 3 else v * 0
+        scale = (gl.expand_dims(gl.convert_layout(scale, ROWS, assert_trivial=True), 1) >> shift) & 0xFF
+        convert_e4m3(part, scale, words.slice(PART * 64, 32 if PART == 3 else 64, dim=1))
 
 
 @gluon.jit
 def convert_e4m3(codes, scale, words):
     """codes int32 [64, V, 4] of four e4m3 each, scale int32 [64, V] e8m0 -> words [64, 8 V] of two bf16 each.
 
-    A code's bits moved to bf16's fields are its value times 2^-120; the factor 2^120 comes first, so that no scale overflows.
+    A code's bits moved to bf16's fields are its value times 2^-120; the factor 2^120 comes first, so that no scale overflows. Sixteen
+    times a code moves exponent and mantissa, and its sign to bit 11; 240 times the sign alone adds what is missing to bit 15.
     """
-    pair = scale * 0x00800080  # 2^(scale - 127), twice
-    pair = gl.where(scale == 0, 0x00400040, gl.where(scale == 255, 0x7FC07FC0, pair))
+    pair = gl.maximum(scale * 0x00800080, 0x00400040)  # 2^(scale - 127), twice
+    pair = gl.where(scale == 255, 0x7FC07FC0, pair)
     pair, codes = gl.broadcast(gl.expand_dims(pair, 2), codes)
     low, high = gl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, t, u, c;
         mov.b32 c, 0x7b807b80;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        shr.u32 t, a, 4;
-        shr.u32 u, b, 4;
-        and.b32 t, t, 0x07f007f0;
-        and.b32 u, u, 0x07f007f0;
-        lop3.b32 a, a, 0x80008000, t, 0xea;
-        lop3.b32 b, b, 0x80008000, u, 0xea;
+        prmt.b32 a, $2, 0, 0x4140;
+        prmt.b32 b, $2, 0, 0x4342;
+        and.b32 t, a, 0x00800080;
+        and.b32 u, b, 0x00800080;
+        mul.lo.u32 a, a, 16;
+        mul.lo.u32 b, b, 16;
+        mad.lo.u32 a, t, 240, a;
+        mad.lo.u32 b, u, 240, b;
         mul.rn.bf16x2 a, a, c;
         mul.rn.bf16x2 b, b, c;
         mul.rn.bf16x2 $0, a, $3;
@@ -594,7 +646,7 @@ def aot_cases() -> list[AotCase]:
     def attend(pair: tuple[str, str], count: int) -> AotCase:
         constants = {"D": HEAD_DIM, "WINDOW": layouts.get(pair[0]), "ENTRIES": layouts.get(pair[1]), "PARTIAL": count > 1}
         constants |= {"WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
-        constants |= {"WEIGH_REGISTERS": WEIGH_REGISTERS, "CONVERT_REGISTERS": CONVERT_REGISTERS}
+        constants |= {"ADD_REGISTERS": ADD_REGISTERS, "BRING_REGISTERS": BRING_REGISTERS}
         name = f"sparse_attention gluon {'+'.join(pair)} splits {count}"
         reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv import layouts
 from abyssal.ops._aot import AotCase
@@ -128,7 +128,7 @@ def sparse_attention(
         num_stages=config.num_stages,
     )
     if splits.count > 1:
-        combine(partial, sink, out, lse)
+        combine(partial, splits, sink, out, lse)
     return out, lse
 
 
@@ -143,12 +143,13 @@ def new_partial(q: Tensor, count: int) -> Partial:
     return Partial(out, torch.empty(tokens, count, heads, dtype=torch.float32, device=q.device))
 
 
-def combine(partial: Partial, sink: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge the parts of every query, in their order, and add the sink."""
+def combine(partial: Partial, splits: Splits, sink: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge the parts of every query and add the sink; with splits of a fixed size the order does not depend on their number."""
     tokens, count, heads, dim = partial.out.shape
+    block = COMBINE_BLOCK if splits.blocks else min(COMBINE_BLOCK, triton.next_power_of_2(count))
     combine_kernel[(tokens * heads,)](
         partial.out, partial.lse, sink, out, out.stride(0), out.stride(1), lse,
-        H=heads, D=dim, count=count, BLOCK=COMBINE_BLOCK, EARLY=out.is_cuda, num_warps=4, launch_pdl=out.is_cuda,
+        H=heads, D=dim, count=count, BLOCK=block, EARLY=out.is_cuda, num_warps=max(1, block // 4), launch_pdl=out.is_cuda,
     )  # fmt: skip
 
 
@@ -247,7 +248,8 @@ def combine_kernel(
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weighted mean of the parts of one head of one token, BLOCK at a time: parts without keys, or beyond `count`, change no bit."""
-    if EARLY:  # launched while the parts are still being written
+    if EARLY:  # launched while the parts are still being written, as may be what follows
+        gdc_launch_dependents()
         gdc_wait()
     token, head = tl.program_id(0) // H, tl.program_id(0) % H
     first = token.to(tl.int64) * count * H + head
