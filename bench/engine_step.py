@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
+    print(f"{'backend':10} {'sequences':>9} {'step ms':>8} {'facts ms':>8} {'fastest prefill step ms':>23}", flush=True)
     for sequences in args.sequences:
         for backend in args.backends:
             try:
@@ -91,9 +92,8 @@ def main() -> None:
                 print(f"{backend} {sequences}: {type(error).__name__}: {error}")
                 continue
             results.append({"backend": backend, "sequences": sequences, "context": args.context, **figures})
-    print(f"{'backend':10} {'sequences':>9} {'step ms':>8} {'facts ms':>8} {'fastest prefill step ms':>23}")
-    for row in results:
-        print(f"{row['backend']:10} {row['sequences']:>9} {row['step']:>8.2f} {row['facts']:>8.2f} {row['prefill']:>23.2f}")
+            step, facts, prefill = (figures[name] for name in ("step", "facts", "prefill"))
+            print(f"{backend:10} {sequences:>9} {step:>8.2f} {facts:>8.2f} {prefill:>23.2f}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 
