@@ -121,7 +121,7 @@ class _Dense:
     def chooser(self, indexer: Indexer, x: Tensor, latent: Tensor) -> Callable[[Tensor, Tensor, int], Tensor | None]:
         keys = self.entries(indexer.compressor, x)
         q, weights = index_query(
-            linear(latent, indexer.wq_b).view(-1, indexer.heads, indexer.dim),
+            linear(latent, indexer.wq_b).view(-1, indexer.config.index_heads, indexer.config.index_head_dim),
             linear(x, indexer.weights_proj),
             self.rope["compress"],
             rotate_query=True,
@@ -130,10 +130,10 @@ class _Dense:
 
         def choose(tile: Tensor, visible: Tensor, most: int) -> Tensor | None:
             """Entries [1, b, K] of the queries at `tile`, -1 for none; None: all that are visible."""
-            if most <= indexer.topk:
+            if most <= indexer.config.index_topk:
                 return None
             scores = index_score(q[None, tile], weights[None, tile], keys[None, :most], visible[None])
-            order = scores.sort(dim=-1, descending=True, stable=True).indices[..., : indexer.topk]
+            order = scores.sort(dim=-1, descending=True, stable=True).indices[..., : indexer.config.index_topk]
             chosen = order.masked_fill(order >= visible[None, :, None], most).sort(dim=-1).values
             return chosen.masked_fill(chosen == most, -1)
 
