@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from abyssal import LLM
-from abyssal.model import indexer
+from abyssal.ops import _reference
 from tests.checkpoint.build import random_v4_checkpoint
 from tests.support.small_model import every_kind
 
@@ -36,7 +36,7 @@ def last_choices(
     """Entries chosen for the last query by each indexer, entries that each call scored, and the last token's logits."""
     chosen: list[Tensor] = []
     scored: list[int] = []
-    select = indexer.select_topk
+    select = _reference.select_topk
 
     def spied(scores: Tensor, visible: Tensor, *rest: object) -> Tensor:
         result = select(scores, visible, *rest)
@@ -47,7 +47,7 @@ def last_choices(
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(indexer, "select_topk", spied)
+        patch.setattr(_reference, "select_topk", spied)
         logits = llm.logits(ids, sizes, positions=[len(ids) - 1])
     assert len(chosen) == 2, "two layers of ratio 4"
     return chosen, scored, logits

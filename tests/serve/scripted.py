@@ -111,7 +111,7 @@ class ScriptedClient:
     @property
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_running=len(self.open), num_waiting=0, num_preemptions=0, num_steps=self.counts["steps"],
+            num_running=len(self.open), num_waiting=0, num_preemptions=0, num_swapped=0, num_steps=self.counts["steps"],
             prompt_tokens=0, cached_tokens=0, generation_tokens=self.counts["tokens"],
             pages_total={"slots": 8}, pages_free={"slots": 8}, pages_cached={"slots": 0}, page_bytes={"slots": 1},
             pages_by_kind={}, bytes_by_kind={},

@@ -104,7 +104,6 @@ def site(
     rms_eps: float,
     eps: float,
     iterations: int,
-    num_streams: int = 4,
 ) -> Site:
     """Expand of the site before, then coefficients, collapse and norm of this one (V4 spec 2.2 to 2.4, V4.1 spec 3.1 and 3.2).
 
@@ -112,6 +111,11 @@ def site(
     `post`, `comb` of the site before, the streams are expanded first. `pre` fp32 [T, S] given: the streams are collapsed with it
     (V4.1: that of the site before); None: with the site's own (V4). `weights` None: no coefficients (V4.1's last collapse).
     """
+    if source.dim() == 3:
+        num_streams = source.shape[1]
+    else:
+        assert weights is not None, "the first site has coefficients"
+        num_streams = weights.fn.shape[1] // source.shape[1]
     if out is not None:
         assert post is not None and comb is not None, "expanding `out` needs the post and comb of the site before"
         streams = expand(source, out, post, comb)
