@@ -11,7 +11,7 @@ import openai
 import pytest
 from torch import Tensor
 
-from tests.serve.live import MODEL
+from tests.serve.live import MODEL, until
 from tests.serve.process import KEY, Process, check_clean, start
 from tests.serve.scripted import TOKENIZER
 
@@ -34,7 +34,8 @@ def client(server: Process) -> Iterator[openai.OpenAI]:
 
 
 def test_the_greeting_names_all_one_needs(server: Process) -> None:
-    assert "up to 4096 tokens" in server.output and f"curl {server.url}/v1/chat/completions" in server.output
+    until(lambda: f"curl {server.url}/v1/chat/completions" in server.output, "the last line of the greeting")
+    assert "up to 4096 tokens" in server.output
     assert KEY not in server.output
 
 

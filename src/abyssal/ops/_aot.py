@@ -7,14 +7,15 @@ function `aot_cases` of each op's kernel module.
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import pkgutil
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 HOPPER, BLACKWELL = 90, 100
@@ -84,24 +85,28 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
     return registers, stack, local
 
 
-def all_cases(ops: list[str] | None = None) -> Iterator[AotCase]:
-    """Cases of every kernel module below `abyssal.ops`, or of the ops named."""
+def all_cases(ops: list[str]) -> Iterator[tuple[str, int, AotCase]]:
+    """Module, index in its list, and case, of every kernel module below `abyssal.ops`, or of the ops named."""
     import abyssal.ops as package
 
     for module in pkgutil.walk_packages(package.__path__, "abyssal.ops."):
-        if Path(module.name).suffix == ".__main__" or (ops and module.name.split(".")[2] not in ops):
+        if ops and module.name.split(".")[2] not in ops:
             continue
-        cases = getattr(importlib.import_module(module.name), "aot_cases", None)
-        if cases is not None:
-            yield from cases()
+        cases: list[AotCase] = getattr(importlib.import_module(module.name), "aot_cases", list)()
+        yield from ((module.name, index, case) for index, case in enumerate(cases))
+
+
+def _compile(job: tuple[str, int, int]) -> AotReport:
+    module, index, arch = job
+    return compile_case(importlib.import_module(module).aot_cases()[index], arch)
 
 
 def main(ops: list[str]) -> int:
+    jobs = [(module, index, arch) for module, index, case in all_cases(ops) for arch in case.archs]
     bad = 0
     print(f"{'kernel':56} {'sm':>4} {'registers':>9} {'shared':>8} {'spill':>6}")
-    for case in all_cases(ops):
-        for arch in case.archs:
-            report = compile_case(case, arch)
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        for report in pool.map(_compile, jobs):
             note = "" if not report.spill_bytes else f"  {report.spill_reason or 'SPILLS without a stated reason'}"
             bad += bool(report.spill_bytes and report.spill_reason is None)
             print(
