@@ -51,14 +51,15 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_num_seqs and self._fit(self.waiting[0], plan):
             seq = self.waiting[0]
             if seq.saved is not None:
-                if not self._has_room(seq) or not self.swap.restore(seq):
-                    return
-            elif seq.may_reuse:
-                seq.num_computed = self.cache.reuse(seq.cache, seq.token_ids)
-                if seq.num_output == 0:
-                    seq.num_cached = seq.num_computed
+                fits = self._has_room(seq) and self.swap.restore(seq)
+            else:
+                if seq.may_reuse:
+                    seq.num_computed = self.cache.reuse(seq.cache, seq.token_ids)
+                    if seq.num_output == 0:
+                        seq.num_cached = seq.num_computed
+                fits = self._has_room(seq)
             count = self._fit(seq, plan)
-            if not self._has_room(seq) or not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
+            if not fits or not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
                 self._release(seq)
                 return
             self.swap.drop(seq)

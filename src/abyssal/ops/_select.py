@@ -27,9 +27,8 @@ class Selection:
     """
 
     entries: list[Tensor | None]  # of the latest index source
-    candidates: list[
-        Any
-    ]  # what later indexers may choose from, per query group: bool [n, b, N]; kernels: `candidate_blocks` per span
+    # What later indexers may choose from, per query group: bool [n, b, N]; kernels: `candidate_blocks` per span.
+    candidates: list[Any]
 
 
 Query = Callable[[], tuple[Tensor, Tensor]]  # index queries and head weights as `Ops.index_query` returns them
