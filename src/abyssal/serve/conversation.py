@@ -254,18 +254,23 @@ def _refuse_constant(name: str) -> NoReturn:
 # Tools
 
 
+def tool_entries(raw: Any, where: str = "tools") -> list[Any]:
+    """The unchecked entries of a list of tools; none where it is missing."""
+    if raw is None:
+        return []
+    if not isinstance(raw, list):
+        raise RequestError(f"{where} must be a list of tools", param=where)
+    return raw
+
+
 def parse_tools(raw: Any, where: str = "tools") -> tuple[Tool, ...]:
     """Check OpenAI's list of tools.
 
     Raises:
         RequestError: naming the tool and key at fault.
     """
-    if raw is None:
-        return ()
-    if not isinstance(raw, list):
-        raise RequestError(f"{where} must be a list of tools", param=where)
     tools = []
-    for i, entry in enumerate(raw):
+    for i, entry in enumerate(tool_entries(raw, where)):
         kind = entry.get("type") if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or kind != "function" or not isinstance(entry.get("function"), dict):
             raise RequestError(

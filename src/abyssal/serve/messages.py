@@ -33,6 +33,7 @@ from abyssal.serve.conversation import (
     make_tool,
     other_part,
     schema_format,
+    tool_entries,
 )  # fmt: skip
 from abyssal.serve.errors import anthropic_error_body
 from abyssal.serve.generation import Form, answer
@@ -90,12 +91,8 @@ def _format(config: dict[str, Any]) -> ResponseFormat | None:
 
 
 def _tools(raw: Any) -> tuple[Tool, ...]:
-    if raw is None:
-        return ()
-    if not isinstance(raw, list):
-        raise RequestError("tools must be a list of tools", param="tools")
     tools = []
-    for i, entry in enumerate(raw):
+    for i, entry in enumerate(tool_entries(raw)):
         where = f"tools[{i}]"
         if not isinstance(entry, dict) or entry.get("type", "custom") != "custom" or "input_schema" not in entry:
             raise RequestError(f"{where} is not supported; use {{name, description, input_schema}}", param=where)

@@ -30,6 +30,7 @@ from abyssal.serve.conversation import (
     other_part,
     parse_tool_choice,
     schema_format,
+    tool_entries,
 )  # fmt: skip
 from abyssal.serve.errors import error_body
 from abyssal.serve.generation import Form, answer
@@ -81,12 +82,8 @@ def _format(text: Any) -> ResponseFormat | None:
 
 
 def _tools(raw: Any) -> tuple[Tool, ...]:
-    if raw is None:
-        return ()
-    if not isinstance(raw, list):
-        raise RequestError("tools must be a list of tools", param="tools")
     tools = []
-    for i, entry in enumerate(raw):
+    for i, entry in enumerate(tool_entries(raw)):
         kind = entry.get("type") if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or kind != "function":
             raise RequestError(
