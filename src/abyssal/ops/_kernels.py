@@ -23,6 +23,8 @@ from abyssal.ops.index_query.triton import index_query
 from abyssal.ops.index_score import triton as portable_score
 from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES
 from abyssal.ops.index_score.triton import index_score_blocks
+from abyssal.ops.moe import ExpertLayer
+from abyssal.ops.moe.triton import KernelExperts, moe, prepare_experts
 from abyssal.ops.output_quant.triton import output_quant
 from abyssal.ops.qkv_insert.triton import qkv_insert, window_store
 from abyssal.ops.select_topk.triton import MAX_K, candidate_blocks, select_topk
@@ -73,7 +75,7 @@ class KernelOps:
             self._score = hopper_score.index_score
             gluon.append("index_score")
         self._reserve(max_tokens)
-        log.info("ops: Gluon %s; PyTorch moe, linear, engram; all others Triton", ", ".join(gluon) or "none")
+        log.info("ops: Gluon %s; PyTorch linear, engram; all others Triton", ", ".join(gluon) or "none")
 
     def _reserve(self, tokens: int) -> None:
         """Memory through which the programs of a `site` hand their sums over."""
@@ -238,6 +240,12 @@ class KernelOps:
 
     def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return hc.expand(streams, out, post, comb)
+
+    def prepare_experts(self, layer: ExpertLayer) -> KernelExperts:
+        return prepare_experts(layer)
+
+    def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
+        return moe(x, token_ids, experts)
 
 
 def check_model(model: ModelConfig, caches: CachePlan) -> None:
