@@ -194,14 +194,16 @@ class MoeConfig:
 
 
 def moe_config(choices: int, experts: int, batch_invariant: bool = False) -> MoeConfig:
-    """By the mean number of tokens per expert. Only the kernel decides the bits of a token, so invariance means the one for few tokens."""
+    """By the mean number of tokens per expert. Only the kernel decides the bits of a token, so invariance means the one for few tokens.
+
+    The shared expert is one expert of all tokens: up to 64 of them, blocks that share its weights through L2 fill the GPU.
+    """
     mean = choices / experts
-    if mean <= 16 or batch_invariant:
-        block = 8 if mean <= 4 else 16
-        rows = 16 if choices <= 16 else 32
-        return MoeConfig(ProductConfig(block, rows, 2, 1), ProductConfig(block, rows, 2, 1))
-    block = 64 if mean <= 64 else 128
-    return MoeConfig(ProductConfig(block, 128, 3, 4), ProductConfig(block, 128, 3, 4))
+    if mean <= 16 or choices <= 64 or batch_invariant:
+        product = ProductConfig(8 if mean <= 4 else 16, 16 if choices <= 16 else 32, 2, 1)
+    else:
+        product = ProductConfig(64, 128, 3, 4) if mean <= 64 else ProductConfig(128, 128, 3, 8)
+    return MoeConfig(product, product)
 
 
 def num_blocks(choices: int, experts: int, block_tokens: int) -> int:
@@ -335,7 +337,9 @@ def _tile(a, b, c, d, ROWS: tl.constexpr, WARPS: tl.constexpr):
     word, value), as Triton gives the two kinds of tensor-core product two or four consecutive values per lane.
     """
     both = tl.join(tl.join(a, c), tl.join(b, d))  # [ROWS, 16, pair, value]
-    bits = tl.reshape(both, (ROWS // (16 * WARPS), 2, WARPS, 8, 4, 2, 2, 2, 2))  # [.., half of 16 rows, warp, row, lane, half, word, ..]
+    bits = tl.reshape(
+        both, (ROWS // (16 * WARPS), 2, WARPS, 8, 4, 2, 2, 2, 2)
+    )  # [.., half of 16 rows, warp, row, lane, half, word, ..]
     if WARPS == 1:
         return tl.reshape(tl.permute(bits, (0, 2, 1, 3, 5, 7, 4, 6, 8)), (ROWS, 64))
     else:
@@ -585,7 +589,7 @@ def moe_route(
 
 
 @triton.constexpr_function
-def CHOICES_PADDED(choices: int) -> int:  # noqa: N802
+def CHOICES_PADDED(choices: int) -> int:
     return triton.next_power_of_2(choices)
 
 
@@ -732,7 +736,7 @@ def moe_up(
         column = first + tl.arange(0, ROWS // 2)[:, None]
         tl.store(to_hidden + place(column, OUT, WARPS > 1), value, mask=kept[None, :])
     if quant is not None:
-        SPAN: tl.constexpr = ROWS // 2 if ROWS // 2 > TILE else TILE
+        SPAN: tl.constexpr = max(TILE, ROWS // 2)
         tl.debug_barrier()
         ready = True
         if SPAN > ROWS // 2:
@@ -814,10 +818,15 @@ class Choice:
     inputs: Tensor  # bf16 [T, DP], as `w13` takes them
 
 
-def moe(x: Tensor, token_ids: Tensor, experts: KernelExperts, *, config: MoeConfig | None = None) -> Tensor:
+def moe(
+    x: Tensor, token_ids: Tensor, experts: KernelExperts, *, batch_invariant: bool = False, config: MoeConfig | None = None
+) -> Tensor:
     """`abyssal.ops.moe.expert_layer` for bf16: x [T, D], token_ids int [T] -> bf16 [T, D].
 
     A token id below 0 marks a row that only fills up the batch: it touches no expert and gives zeros.
+
+    Args:
+        batch_invariant: a token's bits do not depend on the other tokens.
 
     Raises:
         TypeError, ValueError: x or token_ids are not of these kinds.
@@ -825,8 +834,8 @@ def moe(x: Tensor, token_ids: Tensor, experts: KernelExperts, *, config: MoeConf
     _check(x, token_ids, experts)
     if len(x) == 0:
         return torch.empty_like(x)
-    config = config or moe_config(len(x) * experts.k, experts.w13.shape[0])
-    shared = shared_expert(x, experts)
+    config = config or moe_config(len(x) * experts.k, experts.w13.shape[0], batch_invariant)
+    shared = shared_expert(x, experts, moe_config(len(x), 1, batch_invariant))
     return moe_total(routed_experts(route(x, token_ids, experts, config), experts, config), shared, token_ids, x.shape[1])
 
 
@@ -911,12 +920,11 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     return Routed(outputs, choice.experts, first, count)
 
 
-def shared_expert(x: Tensor, experts: KernelExperts, *, config: MoeConfig | None = None) -> Tensor:
+def shared_expert(x: Tensor, experts: KernelExperts, config: MoeConfig) -> Tensor:
     """The shared expert of all tokens: bf16 [T, N], N padded; three launches, which may run beside the routed experts."""
     tokens, dim = x.shape
     w13, w2 = experts.shared_w13, experts.shared_w2
     _, rows, inner = w2.shape
-    config = config or moe_config(tokens, 1)
     up, down = _fitting(config.up, w13.shape[2]), _fitting(config.down, inner)
     inputs = torch.empty(tokens, w13.shape[2], dtype=torch.bfloat16, device=x.device)
     moe_input[(tokens,)](x, inputs, **_input_constants(dim, w13, up), num_warps=4)
@@ -986,3 +994,93 @@ def _down(
         hidden, w2.words, w2.scale, plan, order, outputs, choices, blocks, K=columns, N=rows, TOKENS=config.block_tokens,
         ROWS=config.block_rows, CHUNKS=config.chunks, WARPS=config.warps, FORMAT=w2.format, num_warps=config.warps, num_stages=1,
     )  # fmt: skip
+
+
+def aot_cases() -> list[AotCase]:
+    flash, v41 = (4096, 2048, 256, 128), (5120, 2304, 384, 32)  # D, I, E, tile of the input's grid
+    few, more, many, most = (ProductConfig(*c) for c in ((8, 16, 2, 1), (16, 32, 2, 1), (64, 128, 3, 4), (128, 128, 3, 8)))
+    cases = []
+    for name, sizes, format, configs in (
+        ("v4 fp4", flash, "fp4", (few, more, many, most)),
+        ("v4.1 fp4", v41, "fp4", (few, most)),
+        ("v4 fp8", flash, "fp8", (few, most)),
+        ("v4.1 fp8", v41, "fp8", (few,)),
+        ("v4 plain", flash, "plain", (few, many)),
+    ):
+        for config in configs:
+            cases += _product_cases(name, sizes, format, config)
+    for name, (dim, _, experts, tile) in (("v4", flash), ("v4.1", v41)):
+        cases += _routing_cases(name, dim, experts, tile)
+    return cases
+
+
+def _product_cases(name: str, sizes: tuple[int, int, int, int], format: str, config: ProductConfig) -> list[AotCase]:
+    dim, inner, _, tile = sizes
+    shared = format == "fp8"
+    signature = {
+        "inputs": "*bf16", "w": "*i32", "s": "*i32", "plan": "*i32", "order": "*i32", "weights": "*fp32", "hidden": "*bf16",
+        "arrivals": "*i32", "outputs": "*bf16", "tokens": "i32", "blocks": "i32", "limit": "fp32",
+    }  # fmt: skip
+    absent = (("s",) if format == "plain" else ()) + (("plan", "order", "weights") if shared else ())
+    constants = dict.fromkeys(absent) | {
+        "TOKENS": config.block_tokens, "ROWS": config.block_rows, "CHUNKS": config.chunks, "WARPS": config.warps, "FORMAT": format,
+    }  # fmt: skip
+    up = {
+        "K": dim, "I": inner, "CHOICES": 1 if shared else 6, "OUT": format, "quant": Grid(inner, "e4m3", tile, "ue8m0"), "TILE": tile,
+    }  # fmt: skip
+    text = f"{name} {config.block_tokens}x{config.block_rows} warps {config.warps}"
+    pointers = tuple(n for n, kind in signature.items() if kind[0] == "*" and n not in absent)
+    launch: dict[str, Any] = {"num_warps": config.warps, "num_stages": 1}
+    return [
+        AotCase(
+            f"moe_up {text}", moe_up, {n: k for n, k in signature.items() if n not in absent and n != "outputs"}, constants | up,
+            aligned=tuple(n for n in pointers if n != "outputs"), **launch,
+        ),
+        AotCase(
+            f"moe_down {text}", moe_down,
+            {n: k for n, k in signature.items() if n in ("w", "s", "plan", "order", "hidden", "outputs", "tokens", "blocks") and n not in absent},
+            {n: v for n, v in constants.items() if n != "weights"} | {"K": inner, "N": dim},
+            aligned=tuple(n for n in pointers if n in ("w", "s", "plan", "order", "hidden", "outputs")), **launch,
+        ),
+    ]  # fmt: skip
+
+
+def _routing_cases(name: str, dim: int, experts: int, tile: int) -> list[AotCase]:
+    steps, padded = dim // GATE_STEP.value, triton.next_power_of_2(experts)
+    quant = Grid(dim, "e4m3", tile, "ue8m0")
+    store = {"D": dim, "DP": dim, "WIDTH": 1024, "quant": quant, "TILE": tile, "FORMAT": "fp4", "STEPS": False}
+    route = {
+        "partials": "*fp32", "bias": "*fp32", "tid2eid": "*i32", "token_ids": "*i64", "x": "*bf16", "experts": "*i32",
+        "weights": "*fp32", "inputs": "*bf16", "tokens": "i32", "scale": "fp32",
+    }  # fmt: skip
+    cases = [
+        AotCase(
+            f"moe_logits {name} {tokens}", moe_logits,
+            {"x": "*bf16", "gate": "*i32", "partials": "*fp32", "tokens": "i32", "inverse_temperature": "fp32"},
+            {"D": dim, "DP": dim, "EP": experts, "PARTS": 1, "TILES": tiles, "TOKENS": tokens, "RUN": run},
+            num_warps=1, num_stages=1, aligned=("x", "gate", "partials"),
+        )
+        for tokens, tiles, run in ((8, 1, 1), (64, 4, steps))
+    ]  # fmt: skip
+    for kind, absent in (("scored", "tid2eid"), ("hashed", "bias")):
+        constants = {"E": experts, "EP": padded, "STRIDE": experts, "RUNS": steps, "CHOICES": 6, absent: None} | store
+        signature = {n: k for n, k in route.items() if n != absent}
+        cases.append(AotCase(f"moe_route {name} {kind}", moe_route, signature, constants, aligned=("partials", "x", "inputs")))
+    cases.append(AotCase(f"moe_input {name}", moe_input, {"x": "*bf16", "inputs": "*bf16"}, store, aligned=("x", "inputs")))
+    plan = {
+        "experts": "*i32",
+        "order": "*i32",
+        "plan": "*i32",
+        "arrivals": "*i32",
+        "choices": "i32",
+        "blocks": "i32",
+        "first": "i32",
+    }
+    for block, span, warps in ((8, 512, 4), (128, 4096, 8)):
+        constants = {"E": experts, "EP": padded, "BLOCK": block, "SPAN": span, "ARRIVALS": 16}
+        cases.append(
+            AotCase(f"moe_plan {name} {block}", moe_plan, plan, constants, num_warps=warps, aligned=("experts", "order", "plan"))
+        )
+    total = {"outputs": "*bf16", "experts": "*i32", "shared": "*bf16", "token_ids": "*i64", "out": "*bf16", "first": "i32"}
+    constants = {"E": experts, "N": dim, "D": dim, "CHOICES": 6, "WIDTH": 1024}
+    return [*cases, AotCase(f"moe_sum {name}", moe_sum, total, constants, aligned=("outputs", "shared", "out"))]
