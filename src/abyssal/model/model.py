@@ -59,7 +59,7 @@ class Block:
         engram = self.plan.engram
         self.engram = None if engram is None else Engram(weights.below("engram"), config, engram, dtype, ops)
         self.attention = Attention(weights.below("attn"), config, layer, dtype, ops)
-        self.moe = MoE(weights.below("ffn"), config, layer, dtype)
+        self.moe = MoE(weights.below("ffn"), config, layer, ops)
         self.attn_norm, self.ffn_norm = weights.tensor("attn_norm.weight"), weights.tensor("ffn_norm.weight")
         self.hc_attn, self.hc_ffn = (ops.mix_weights(weights.mix(name, config.hc_mult)) for name in ("hc_attn", "hc_ffn"))
 
