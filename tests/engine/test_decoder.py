@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from abyssal.engine import runner
 from abyssal.engine.decoder import Decoder, buckets
 from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest
 from abyssal.kv.pool import NO_PAGE
-from tests.engine.test_engine import alone, assert_drained, drain, engine, greedy, prompt
+from abyssal.ops._kernels import KernelOps
+from tests.engine.test_engine import MIB, alone, assert_drained, drain, engine, greedy, prompt
+from tests.model.test_kernels import v4, v41
 from tests.support.families import FAMILIES, write_small
+from tests.support.stepping import Side
 
 LENGTHS = (1, 2, 3, 4, 5, 60, 127, 128, 129, 255, 256, 257, 300, 511)
 
@@ -68,3 +73,30 @@ def test_zero_pages_stay_zero(folder: Path) -> None:
     assert eng.runner.decoder is not None
     assert eng.runner.decoder([]).shape == (0, eng.info.model_vocab_size)
     assert all(torch.equal(old, pool.data) for old, pool in zip(before, eng.cache.pools.values(), strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="see test_graphs.py")
+@pytest.mark.parametrize(("write", "layout"), [(v4, "v4"), (v41, "v41")], ids=["v4", "v41"])
+def test_kernels_in_fixed_shapes(
+    write: Callable[[Path], None], layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of ordinary steps by the same kernels: for a short context, where only the fixed shape scores, then for a mixed step."""
+    write(tmp_path)
+    prompts = [prompt(140, 1), prompt(140, 2)]
+    options = {"device": "cpu", "dtype": "bfloat16", "kv_layout": layout, "kv_cache_bytes": 16 * MIB, "max_model_len": 1024, "max_num_seqs": 3}
+    reference = Side(tmp_path, prompts, **options)
+    monkeypatch.setattr(runner, "select_ops", lambda _, model, caches, device: KernelOps("triton", model, caches, 64, device))
+    ordinary, fixed = (Side(tmp_path, prompts, **options) for _ in range(2))
+    decoding(fixed.llm.engine)
+    reference.step([127, 10])
+    for side in (ordinary, fixed):
+        side.take_over(reference)
+    for counts in ([0, 1], [1, 1]):
+        expected, got = ordinary.step(counts), fixed.step(counts)
+        assert expected.keys() == got.keys()
+        for key, logits in expected.items():
+            torch.testing.assert_close(got[key], logits, rtol=0, atol=1e-4 * float(logits.std()))
+    for (bucket, pool), other in zip(ordinary.cache.pools.items(), fixed.cache.pools.values(), strict=True):
+        assert torch.equal(pool.data, other.data), bucket
+    for side in (reference, ordinary, fixed):
+        side.llm.close()

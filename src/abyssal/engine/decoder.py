@@ -57,7 +57,8 @@ class Decoder:
             for plan in config.layers
             if plan.engram is not None
         }
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._logits = torch.zeros(max_num_seqs, config.vocab_size, device=device)
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs: no two run at a time
 
     def takes(self, chunks: list[Chunk]) -> bool:
@@ -69,41 +70,51 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def __call__(self, chunks: list[Chunk]) -> Tensor:
-        """Compute one token of each sequence -> logits fp32 [len(chunks), V]; they hold until the next call."""
+    def __call__(self, chunks: list[Chunk], token_ids: Tensor | None = None) -> Tensor:
+        """Compute one token of each sequence -> logits fp32 [len(chunks), V]; they hold until the next call.
+
+        Args:
+            token_ids: int64 [len(chunks)] on the device, in place of those of `chunks`, which the host may not know yet.
+        """
         count = next(size for size in self.batches if size >= len(chunks))
         longest = max((c.end for c in chunks), default=0)
         capacity = next(size for size in self.capacities if size >= longest)
         captured = self._captured(count, capacity) if self.device.type == "cuda" else None
-        self._fill(chunks, count)
+        self._fill(chunks)
+        if token_ids is not None:
+            self._inputs[0, : len(chunks)] = token_ids
         if captured is None:
-            return self._compute(count, capacity)[: len(chunks)]
-        graph, logits = captured
-        graph.replay()
-        return logits[: len(chunks)]
+            self._compute(count, capacity)
+        else:
+            captured.replay()
+        return self._logits[: len(chunks)]
 
-    def _fill(self, chunks: list[Chunk], count: int) -> None:
+    def _fill(self, chunks: list[Chunk]) -> None:
         values = np.zeros((4, self.batches[-1]), np.int64)
         values[2] = self.tables.empty_row
         rows = self.tables.place([c.cache for c in chunks])
         values[:, : len(chunks)] = [
-            [c.token_ids[0] for c in chunks], [c.start for c in chunks], rows, [c.cache.folded for c in chunks]
-        ]  # fmt: skip
+            [c.token_ids[0] for c in chunks],
+            [c.start for c in chunks],
+            rows,
+            [c.cache.folded_after(c.start) for c in chunks],
+        ]
         self._inputs.copy_(staged(values, self.device), non_blocking=True)
         if self.ngrams is not None and chunks:
             for layer, read in self.model.read_tables(engram_rows(self.ngrams, chunks)).items():
                 self._table_rows[layer][: len(chunks)].copy_(read)
 
-    def _compute(self, count: int, capacity: int) -> Tensor:
+    def _compute(self, count: int, capacity: int) -> None:
         batch = self.facts.batch(DecodeInputs(*self._inputs[:, :count]), capacity)
-        return self.model.compute(batch, self.cache, {layer: rows[:count] for layer, rows in self._table_rows.items()})
+        table_rows = {layer: rows[:count] for layer, rows in self._table_rows.items()}
+        self._logits[:count] = self.model.compute(batch, self.cache, table_rows)
 
-    def _captured(self, count: int, capacity: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """The graph of a shape and its logits. What runs before the capture has no sequences, so it leaves the caches alone."""
+    def _captured(self, count: int, capacity: int) -> torch.cuda.CUDAGraph:
+        """The graph of a shape. What runs before the capture has no sequences, so it leaves the caches alone."""
         if (count, capacity) in self._graphs:
             return self._graphs[count, capacity]
         begun = time.perf_counter()
-        self._fill([], count)
+        self._fill([])
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -111,7 +122,7 @@ class Decoder:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, stream=stream):
-            logits = self._compute(count, capacity)
-        self._graphs[count, capacity] = graph, logits
+            self._compute(count, capacity)
+        self._graphs[count, capacity] = graph
         log.info("captured a decode step of %d sequences up to %d tokens in %.1f s", count, capacity, time.perf_counter() - begun)
-        return graph, logits
+        return graph
