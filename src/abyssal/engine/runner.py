@@ -10,6 +10,7 @@ from torch import Tensor
 
 from abyssal.checkpoint.loader import load_weights
 from abyssal.config import EngineConfig, ModelConfig
+from abyssal.engine.decoder import Decoder
 from abyssal.errors import ConfigError
 from abyssal.kv.batch import Chunk, build_batch
 from abyssal.kv.planner import PoolSizes, divide_budget
@@ -45,13 +46,23 @@ class Runner:
         identity = self._identity()
         prefix = PrefixIndex(repr((identity, config.record_layouts))) if config.enable_prefix_caching else None
         self.cache = KVCache(self.plan, self.sizes.num_pages, self.device, prefix, identity)
+        self.decoder: Decoder | None = None
+        if config.enable_cuda_graphs:
+            self.decoder = Decoder(
+                model_config, self.model, self.cache, self.ngrams, self.device, config.max_num_seqs, self.max_model_len
+            )
 
     @property
     def capacity_tokens(self) -> int:
         return self.sizes.capacity_tokens or self.model_config.max_position
 
     def __call__(self, chunks: list[Chunk], logit_rows: list[int]) -> Tensor:
-        """Compute `chunks` (pages allocated, single tokens first) -> logits fp32 [len(logit_rows), V] on the device."""
+        """Compute `chunks` (pages allocated, single tokens first) -> logits fp32 [len(logit_rows), V] on the device.
+
+        They hold until the next call.
+        """
+        if self.decoder is not None and self.decoder.takes(chunks) and len(logit_rows) == len(chunks):
+            return self.decoder(chunks)
         batch = build_batch(
             self.model_config, self.cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists
         )
