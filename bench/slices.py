@@ -30,7 +30,7 @@ from abyssal.ops.linear import E2M1_VALUES, LinearWeight
 from abyssal.ops.ngram_hash import bucket_primes
 
 PRESETS = Path(abyssal.__file__).parent / "assets" / "presets"
-ENGRAM_BUCKET = 160_000  # rows per hash bucket, a hundredth of the released ones; 24 buckets of 264-byte rows: 1.01 GB
+ENGRAM_BUCKET = 16_000  # rows per hash bucket, a thousandth of the released ones; 24 buckets of 264-byte rows: 0.10 GB
 SCALE_BIAS = 127  # of e8m0
 FP8_RMS = 0.6  # of bytes with exponent fields 0 to 7, as made below
 FP4_RMS = math.sqrt(sum(v * v for v in E2M1_VALUES) / len(E2M1_VALUES))
@@ -135,11 +135,13 @@ def _plain(
     if spec.kind == "expert_ids":
         scores = torch.rand(spec.shape[0], config.num_experts, device=device, generator=generator)
         return scores.topk(spec.shape[1]).indices.int()
-    if name.endswith("norm.weight") or name.endswith(("q_weight", "k_weight")):
+    if name.endswith(("norm.weight", "q_weight", "k_weight")):
         return torch.ones(spec.shape, device=device)
     if name.endswith("_scale"):
         return torch.full(spec.shape, 0.1, device=device)  # mixes near their bases, as in trained models
-    values = torch.randn(spec.shape, device=device, generator=generator, dtype=dtype if spec.kind == "embedding" else torch.float32)
+    values = torch.randn(
+        spec.shape, device=device, generator=generator, dtype=dtype if spec.kind == "embedding" else torch.float32
+    )
     return values if spec.kind == "embedding" or len(spec.shape) < 2 else values.mul_(spec.shape[-1] ** -0.5)
 
 

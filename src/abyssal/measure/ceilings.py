@@ -11,7 +11,7 @@ import torch
 
 REPEATS = 5
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # beyond every cache
-MATRIX = {"cuda": 8192, "cpu": 1024}  # rows and columns
+MATRIX = {"cuda": 8192, "cpu": 512}  # rows and columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,7 @@ class Ceilings:
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Takes about a second."""
-    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy = 2 * len(source) / _seconds(lambda: target.copy_(source), device)
-    del source, target
+    copy = _copy_bandwidth(device)
     size = MATRIX[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     matmul = 2 * size**3 / _seconds(lambda: a @ b, device)
@@ -39,6 +36,12 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
         product = torch._scaled_mm  # the one way that PyTorch 2.11 has for this product
         fp8 = 2 * size**3 / _seconds(lambda: product(x, y.t(), one, one, out_dtype=torch.bfloat16), device)
     return Ceilings(copy, matmul, fp8)
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / _seconds(lambda: target.copy_(source), device)
 
 
 def _seconds(fn: Callable[[], object], device: torch.device) -> float:

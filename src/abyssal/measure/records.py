@@ -37,7 +37,7 @@ def _random_records(spec: CacheSpec, tokens: int, generator: torch.Generator) ->
             values = values.abs_().add_(0.1)  # sums of exponentials are positive, and never near zero
         data, scales = codec.encode(spec.layout, values)
         rows[:, : spec.layout.data_bytes], rows[:, spec.layout.data_bytes :] = data, scales
-    return out.view(layers, entries, -1)
+    return out.view(layers, entries, spec.layout.bytes_per_entry)
 
 
 def add_running(engine: Engine, count: int, context: int, more: int = 0, name: str = "r") -> list[str]:
@@ -65,8 +65,6 @@ def add_running(engine: Engine, count: int, context: int, more: int = 0, name: s
 def _shortened(cache: KVCache, whole: HandOver, tokens: int) -> HandOver:
     """`whole` without its last `tokens` tokens: the records of others, but as many as the shorter sequence has."""
     end = whole.num_tokens - tokens
-    records = {
-        name: whole.records[name][:, : len(stored_entries(spec, end))].contiguous() for name, spec in cache.specs.items()
-    }
+    records = {name: whole.records[name][:, : len(stored_entries(spec, end))].contiguous() for name, spec in cache.specs.items()}
     ids = whole.token_ids[: len(whole.token_ids) - tokens]
     return HandOver(whole.identity, ids, end, max(0, end - ROLL_BACK), whole.kinds, records)

@@ -7,7 +7,7 @@ matrix products. Activations are left out: they are small, and could stay on the
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -91,7 +91,7 @@ def expected_experts(config: ModelConfig, tokens: int) -> float:
 
 
 def _weights(config: ModelConfig, dtype: torch.dtype, tokens: np.ndarray) -> dict[str, float]:
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
     scoring = {plan.layer for plan, count in _scored(config, tokens) if count is not None}
     for name, spec in expected_tensors(config).items():
         if spec.kind == "rows" or name.endswith(_UNREAD):

@@ -149,12 +149,14 @@ def measure_prefill(engine: Engine, tokens: int, ceilings: Ceilings) -> Prefill 
     chunk = min(engine.config.max_num_batched_tokens, tokens)
     starts = np.arange(0, tokens, chunk)
     device = engine.runner.device
+    sampled: int | None
+    times: list[float] = []
     try:
         _chunk(engine, 0, chunk)  # compiles
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         if len(starts) <= FULL_CHUNKS:
-            sampled, times = None, []
+            sampled = None
             seconds = _whole(engine, tokens, times)
         else:
             sampled = SAMPLES
