@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from abyssal.checkpoint.loader import LoadWeights, load_weights
 from abyssal.checkpoint.source import resolve_model
 from abyssal.config import EngineConfig, resolve
 from abyssal.engine.flight import Flight
@@ -83,7 +84,8 @@ class EngineStats:
 class Engine:
     """Continuous batching over one `Runner`. Not thread-safe: one thread adds, aborts and steps."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, load: LoadWeights = load_weights) -> None:
+        """`load` reads the weights; a benchmark makes them up."""
         folder = resolve_model(config.model)
         model_config = load_model_config(folder)
         self.config = resolve(config, model_config, torch.cuda.is_available(), find_gpu())
@@ -91,7 +93,7 @@ class Engine:
             torch.set_num_threads(self.config.num_threads)
         # For callers in this process; here it tells which ids mean something, and which end a text.
         self.tokenizer = tokenizer = Tokenizer.load(folder, model_config.vocab_size)
-        self.runner = Runner(folder, model_config, self.config, tokenizer)
+        self.runner = Runner(folder, model_config, self.config, tokenizer, load)
         self.cache = self.runner.cache
         eos = model_config.eos_token_ids
         self.info = EngineInfo(

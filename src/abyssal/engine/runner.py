@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from abyssal.checkpoint.loader import load_weights
+from abyssal.checkpoint.loader import LoadWeights, load_weights
 from abyssal.config import EngineConfig, ModelConfig
 from abyssal.engine.decoder import Decoder
 from abyssal.errors import ConfigError
@@ -19,6 +19,7 @@ from abyssal.kv.prefix import PrefixIndex
 from abyssal.kv.specs import plan_caches
 from abyssal.model.model import Model
 from abyssal.ops._select import select_ops
+from abyssal.ops.linear import LinearWeight
 from abyssal.ops.ngram_hash import NgramHash, ngram_hash
 from abyssal.tokenizer import Tokenizer
 
@@ -28,17 +29,25 @@ STEP_WORKSPACE = 4 << 30  # bytes left to a step's activations on a GPU
 class Runner:
     """One model on one device, with its page pools."""
 
-    def __init__(self, folder: Path, model_config: ModelConfig, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
-        """`config` is resolved: no option is "auto"."""
+    def __init__(
+        self,
+        folder: Path,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        load: LoadWeights = load_weights,
+    ) -> None:
+        """`config` is resolved: no option is "auto". `load` reads the weights; a benchmark makes them up."""
         self.model_config, self.config = model_config, config
         self.ngrams = _ngram_hash(model_config, tokenizer)
         self.device = torch.device(config.device)
-        dtype = getattr(torch, config.dtype)
+        self.dtype = dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
         # Before the weights: what does not fit is cheap to find.
         self.plan = plan_caches(model_config, *config.record_layouts)
         self.ops = select_ops(config, model_config, self.plan, self.device)
-        weights = load_weights(folder, model_config, self.device, dtype, True, config.engram_cache_bytes)
+        weights = load(folder, model_config, self.device, dtype, True, config.engram_cache_bytes)
+        self.quantised = any(isinstance(w, LinearWeight) and w.format != "plain" for w in weights.values())
         self.model = Model(weights, model_config, dtype, self.ops)
         longest = config.max_model_len or model_config.max_position
         self.sizes = divide_budget(self.plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
