@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from abyssal.ops.linear import LinearWeight, dequantize
+from abyssal.ops.linear import LinearWeight
 from abyssal.ops.moe import ExpertLayer, expert_layer, moe, route, swiglu
 from abyssal.ops.moe import triton as kernels
 

@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.kv.layouts import Grid
-from abyssal.ops._aot import AotCase
 from abyssal.ops._records import (
     INTERPRETED,
     e2m1_values,
@@ -534,7 +533,7 @@ def moe_route(
 
 
 @triton.constexpr_function
-def CHOICES_PADDED(choices: int) -> int:  # noqa: N802
+def CHOICES_PADDED(choices: int) -> int:
     return triton.next_power_of_2(choices)
 
 
@@ -679,7 +678,7 @@ def moe_up(
         column = first + tl.arange(0, ROWS // 2)[:, None]
         tl.store(to_hidden + place(column, OUT), value, mask=kept[None, :])
     if quant is not None:
-        SPAN: tl.constexpr = ROWS // 2 if ROWS // 2 > TILE else TILE
+        SPAN: tl.constexpr = max(TILE, ROWS // 2)
         tl.debug_barrier()
         ready = True
         if SPAN > ROWS // 2:
