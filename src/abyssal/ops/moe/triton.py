@@ -158,7 +158,8 @@ def _stacked(gate: LinearWeight, up: LinearWeight) -> LinearWeight:
 
 
 def _gate_parts(gate: Tensor) -> Tensor:
-    parts, rest = [], gate.float()
+    parts: list[Tensor] = []
+    rest = gate.float()
     while not parts or rest.any():
         parts.append(rest.bfloat16())
         rest = rest - parts[-1].float()
