@@ -236,18 +236,18 @@ def few_config(tokens: int, groups: Sequence[tuple[int, int, int]], input_bytes:
 
 @triton.jit
 def _halves(codes):
-    """e4m3 -> fp16, exact."""
+    """e4m3 -> fp16, exact; in the interpreter, whose products of fp16 are slow, fp32."""
     if INTERPRETED:
-        return e4m3_values(codes.to(tl.uint8, bitcast=True)).to(tl.float16)
+        return e4m3_values(codes.to(tl.uint8, bitcast=True))
     else:
         return codes.to(tl.float16)
 
 
 @triton.jit
 def _rounded(x):
-    """fp32, at most 448 in size -> the nearest e4m3 value as fp16."""
+    """fp32, at most 448 in size -> the nearest e4m3 value as fp16, see `_halves`."""
     if INTERPRETED:
-        return e4m3_values(e4m3_codes(x)).to(tl.float16)
+        return e4m3_values(e4m3_codes(x))
     else:
         return x.to(tl.float8e4nv).to(tl.float16)
 
@@ -260,6 +260,7 @@ def _product(
     x, x_stride, x_scales, x_scale_stride, data, scale, out, tile, t0, T, N, K, group_rows,
     BN: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Rows BN of one weight for BT tokens.
 
@@ -273,16 +274,19 @@ def _product(
     b = tl.arange(0, B)
     first = b % WARPS * COLUMNS + b // WARPS * BK  # [B], a part's column within the step
     k = tl.arange(0, BK)
-    n0 = tile * BN
-    n = tl.minimum(n0 + tl.arange(0, BN), N - 1).to(tl.int64)  # rows and tokens past the last repeat it
+    group_tiles = tl.cdiv(group_rows, BN)
+    group = tile // group_tiles
+    n0 = group * group_rows + tile % group_tiles * BN
+    N_end = (group + 1) * group_rows
+    n = tl.minimum(n0 + tl.arange(0, BN), N_end - 1).to(tl.int64)  # rows and tokens past the last repeat it
     t = tl.minimum(t0 + tl.arange(0, BT), T - 1).to(tl.int64)
-    x += n0 // group_rows * K
+    x += group * K
     acc = tl.zeros((WARPS if FP8 else B, BN, BT), tl.float32)
     for k0 in range(0, K * PARTS, WARPS * COLUMNS):
         start = k0 + first
         w_column = start[:, None, None] + k[None, None, :]
         x_column = start[:, None, None] + k[None, :, None]
-        if BK == COLUMNS:
+        if BK == COLUMNS or not FP8:
             w_pointer = data + n[None, :, None] * (K * PARTS) + w_column
         else:
             panel = n // 16 * (16 * K) + n % 16 * BK
@@ -302,13 +306,13 @@ def _product(
                 x_scale = power_of_two(exponent)
                 values = _rounded(values * power_of_two(-exponent)[:, None, :])
             else:
-                x_tile = n0 // group_rows * (K // TILE) + start // TILE
+                x_tile = group * tl.cdiv(K, TILE) + start // TILE
                 x_scale = tl.load(x_scales + x_tile[:, None] * x_scale_stride + t[None, :], mask=inside, other=0.0)
                 values = _halves(values)
         if FP8:
             w_block = start // COLUMN_BLOCK
             blocks = tl.cdiv(K, COLUMN_BLOCK)
-            if ROW_BLOCK % BN == 0:
+            if ROW_BLOCK % BN == 0 and ALIGNED:
                 w_scale = tl.load(scale + n0 // ROW_BLOCK * blocks + w_block, mask=start < K, other=0.0)
                 both = (x_scale * w_scale[:, None])[:, None, :]
             else:
@@ -326,7 +330,7 @@ def _product(
     rows = n0 + tl.arange(0, BN)
     tokens = t0 + tl.arange(0, BT)
     place = out + tokens.to(tl.int64)[None, :] * N + rows[:, None]
-    store_like(place, tl.sum(acc, 0), mask=(rows < N)[:, None] & (tokens < T)[None, :])
+    store_like(place, tl.sum(acc, 0), mask=(rows < N_end)[:, None] & (tokens < T)[None, :])
 
 
 @triton.jit
@@ -335,7 +339,7 @@ def few_tokens_kernel(
     data0, scale0, out0, N0, tiles0, data1, out1, N1, tiles1, data2, out2, N2,
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr, PARTS2: tl.constexpr,
-    EVEN: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Up to three groups of weights of one input; only the first may have scales, or a quantised input, `input0`.
 
@@ -346,18 +350,18 @@ def few_tokens_kernel(
     if tile < tiles0:
         _product(
             input0, input0_stride, scales0, scales0_stride, data0, scale0, out0, tile, t0, T, N0, K, group_rows,
-            BN0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN,
+            BN0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN, ALIGNED,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
                 x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K, N1,
-                BN1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN,
+                BN1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN, False,
             )  # fmt: skip
         elif data2 is not None:
             _product(
                 x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K, N2,
-                BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN,
+                BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False,
             )  # fmt: skip
 
 
@@ -385,9 +389,9 @@ def few_tokens(
     source = plain if quantised is None else quantised.codes.flatten(1)
     sizes = [(len(group.data), group.data.itemsize, group.data.shape[1]) for group in groups]
     config = config or few_config(tokens, sizes, source.itemsize if len(groups) == 1 else plain.itemsize)
-    tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
     group_rows = len(first.data) // num_groups
-    assert num_groups == 1 or group_rows % config.rows[0] == 0, f"groups of {group_rows} rows do not divide into {config}"
+    tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
+    tiles[0] = num_groups * triton.cdiv(group_rows, config.rows[0])
     token_tiles = triton.cdiv(tokens, config.tokens)
     absent = (None, None, 0, 0)
     more = [(g.data, out, len(g.data), n) for g, out, n in zip(groups[1:], outs[1:], tiles[1:], strict=True)]
@@ -400,7 +404,7 @@ def few_tokens(
         first.data, first.scale, outs[0], len(first.data), tiles[0], data1, out1, rows1, tiles1, data2, out2, rows2,
         BT=config.tokens, BN0=rows[0], BN1=rows[1], BN2=rows[2], TILE=first.tile,
         ROW_BLOCK=first.block and first.block[0], COLUMN_BLOCK=first.block and first.block[1],
-        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0, WARPS=WARPS, COLUMNS=COLUMNS,
+        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0, ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1, WARPS=WARPS, COLUMNS=COLUMNS,
         num_warps=WARPS, num_stages=config.num_stages,
     )  # fmt: skip
     return outs
@@ -440,7 +444,7 @@ def dequantised(group: Group) -> Tensor:
     return out
 
 
-def route(tokens: int, group: Group, scaled_mm: bool) -> Route:
+def route(tokens: int, group: Group, scaled_mm: bool, num_groups: int = 1) -> Route:
     """How a product of `tokens` rows is computed.
 
     few: our kernel, which reads the weights once for up to 32 tokens. scaled: the library's e4m3 product, where the device has it.
@@ -448,9 +452,8 @@ def route(tokens: int, group: Group, scaled_mm: bool) -> Route:
     """
     if tokens <= FEW_TOKENS:
         return "few"
-    rows, columns = group.data.shape
-    blocks = group.block == (128, 128) and group.tile == 128 and rows % 128 == 0 and columns % (4 * 128) == 0
-    if blocks and scaled_mm:
+    rows, columns = len(group.data) // num_groups, group.columns
+    if scaled_mm and group.block == (128, 128) and group.tile == 128 and rows % 128 == 0 and columns % (4 * 128) == 0:
         return "scaled"
     if group.block is not None and tokens <= 2 * FEW_TOKENS:
         return "few"
@@ -503,10 +506,10 @@ def linear(x: Tensor, prepared: PreparedLinear, *, batch_invariant: bool = False
     return tuple(parts[group][number] for group, number in prepared.places)
 
 
-def takes_codes(tokens: int, prepared: PreparedLinear, *, batch_invariant: bool = False) -> bool:
+def takes_codes(tokens: int, prepared: PreparedLinear, num_groups: int, *, batch_invariant: bool = False) -> bool:
     """Whether `linear_grouped` of this weight wants its input as codes."""
     (group,) = prepared.groups
-    return group.block is not None and (batch_invariant or route(tokens, group, prepared.scaled_mm) != "library")
+    return group.block is not None and (batch_invariant or route(tokens, group, prepared.scaled_mm, num_groups) != "library")
 
 
 def linear_grouped(
@@ -520,8 +523,8 @@ def linear_grouped(
     (group,) = prepared.groups
     plain = dataclasses.replace(group, tile=None)
     tokens = x.tokens if isinstance(x, QuantisedInput) else len(x)
-    chosen = "few" if batch_invariant else route(tokens, group, prepared.scaled_mm)
-    assert isinstance(x, QuantisedInput) == takes_codes(tokens, prepared, batch_invariant=batch_invariant)
+    chosen = "few" if batch_invariant else route(tokens, group, prepared.scaled_mm, num_groups)
+    assert isinstance(x, QuantisedInput) == (group.block is not None and chosen != "library"), f"{type(x).__name__} for {chosen}"
     if chosen == "few":
         source, weight = (x, group) if isinstance(x, QuantisedInput) else (x.flatten(1), plain)
         return few_tokens(source, [weight], num_groups=num_groups)[0].view(tokens, num_groups, -1)
