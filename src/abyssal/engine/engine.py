@@ -278,13 +278,21 @@ class Engine:
 
     def _run(self, scheduled: Scheduled) -> list[RequestUpdate]:
         try:
-            return self._compute(scheduled)
+            updates = self._compute(scheduled)
+            self.scheduler.budget.fits()
+            return updates
+        except torch.OutOfMemoryError as error:
+            log.warning("a step of %d sequences ran out of memory: %s", len(scheduled), error)
+            out_of_memory = True
         except Exception as error:
+            out_of_memory = False
             if _device_lost(error):
                 raise EngineDeadError(f"the device failed: {error}") from error
             if len(scheduled) == 1:
                 log.exception("request %s failed", scheduled[0][0].request.request_id)
                 return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
+        if out_of_memory:  # handled out here, where the exception no longer keeps the step's tensors
+            return self._shrink(scheduled)
         # One of several sequences broke the step, half-way through the layers: no record can be relied on. Each is computed again
         # from its first token, alone, and only the culprit ends.
         ends = [(seq, seq.num_computed + count) for seq, count in scheduled]
@@ -293,13 +301,27 @@ class Engine:
             seq.num_computed = 0
         return [update for seq, end in ends for update in self._recompute(seq, end)]
 
+    def _shrink(self, scheduled: Scheduled) -> list[RequestUpdate]:
+        """The step did not fit into memory: its sequences are computed again, in smaller steps.
+
+        Only a sequence that ran out of memory alone, with a single token, ends.
+        """
+        if self.runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        smallest = self.scheduler.budget.tokens == 1
+        self.scheduler.budget.exceeded(sum(count for _, count in scheduled))
+        if smallest:
+            return [self._fail(seq, "out of memory: not even one token can be computed at this length") for seq, _ in scheduled]
+        self.scheduler.restart([seq for seq, _ in scheduled])
+        return []
+
     def _recompute(self, seq: Sequence, end: int) -> list[RequestUpdate]:
         """Compute `seq`, which holds no pages, up to token `end` in steps of its own, or leave it to the scheduler to do."""
         updates: list[RequestUpdate] = []
         if seq.may_reuse:
             seq.num_computed = self.cache.reuse(seq.cache, seq.token_ids)
-        while seq.num_computed < end and not updates:
-            count = min(end - seq.num_computed, self.config.max_num_batched_tokens)
+        while seq.num_computed < end and not updates and seq in self.scheduler.running:
+            count = min(end - seq.num_computed, self.scheduler.budget.tokens)
             if not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
                 self.scheduler.preempt(seq)
                 return []
