@@ -75,6 +75,9 @@ class Failed:
     error: str
 
 
+Row = Decode | Prefill | Failed
+
+
 def decode_rows(
     engine: Engine, batches: list[int], context: int, steps: int, ceilings: Ceilings, with_breakdown: bool
 ) -> Iterator[Decode | Failed]:
@@ -236,7 +239,7 @@ def stored_config(engine: Engine) -> ModelConfig:
     return config if engine.runner.quantised else replace(config, quant=None)
 
 
-def as_dict(row: Decode | Prefill | Failed) -> dict[str, Any]:
+def as_dict(row: Row) -> dict[str, Any]:
     """For JSON."""
     extra = {"share": row.share} if isinstance(row, Decode) else {}
     if isinstance(row, Prefill):
