@@ -27,10 +27,11 @@ TOKENS = (1, 8, 64, 512, 4096)
 VARIANTS: dict[int, list[tuple[int, ...]]] = {
     1: [(True, 1, 32, 4, 2, 255)],
     8: [(True, 8, 64, 4, 2, 255)],
-    64: [(True, 16, 128, 4, 2, 255), (True, 16, 128, 4, 2, 168)],
-    512: [(False, 64, 32, 8, 3, 128), (False, 32, 64, 4, 2, 168), (False, 32, 64, 8, 2, 128), (False, 32, 32, 4, 3, 128)],
+    64: [(True, 16, 128, 4, 2, 255), (True, 16, 128, 4, 2, 168), (True, 64, 64, 8, 2, 128), (True, 64, 32, 8, 2, 128)],
+    512: [(True, 64, 64, 8, 2, 128), (True, 32, 64, 4, 2, 168), (True, 64, 32, 8, 2, 128), (True, 32, 128, 8, 2, 128),
+          (False, 64, 32, 8, 3, 128), (False, 32, 64, 4, 2, 168), (False, 32, 64, 8, 2, 128)],
     4096: [(False, 64, 32, 8, 3, 128), (False, 64, 32, 8, 3, 128, 10), (False, 64, 32, 4, 3, 255, 10), (False, 32, 64, 4, 2, 168, 8),
-           (False, 32, 64, 8, 2, 128), (False, 32, 64, 8, 2, 128, 8)],
+           (False, 32, 64, 8, 2, 128), (False, 32, 64, 8, 2, 128, 8), (True, 64, 64, 8, 2, 128)],
 }  # fmt: skip
 PARAMETERS = {"rms_eps": 1e-6, "eps": 1e-6, "iterations": 20}
 
@@ -41,7 +42,7 @@ def config_of(tokens: int, hidden: int, variant: tuple[int, ...], num_sms: int) 
         block_tokens, block_hidden, hidden // block_hidden, 1, num_warps, num_stages, registers, bool(one_launch)
     )
     if one_launch:
-        return config if config.programs(tokens) <= config.resident(num_sms) else None
+        return config
     if not splits:
         return kernel.two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
     steps, rest = divmod(config.splits, splits[0])
@@ -83,7 +84,8 @@ def cases(hidden_sizes: list[int], tokens: list[int], num_sms: int) -> list[tupl
             configs = [chosen]
             configs += [c for v in VARIANTS[count] if (c := config_of(count, hidden, v, num_sms)) not in (None, chosen)]
             for own in (True, False):
-                found += [(hidden, count, own, c) for c in (configs if hidden == HIDDEN[0] else configs[:1])]
+                some = [c for c in configs if own or c.one_launch or c.num_warps == 8] if hidden == HIDDEN[0] else [chosen]
+                found += [(hidden, count, own, c) for c in some]
     return found
 
 

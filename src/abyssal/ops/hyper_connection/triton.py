@@ -747,8 +747,8 @@ def hyper_connection_site(
                 _await(arrivals, before)
             owned_row = relay + (first_owned + tl.arange(0, OWNED)) * ROW
             if OWN_PRE:
-                sums = _sum_gathered(_gather(partials, first_owned, rows, 20, OWNED, 16, BT, SPLITS, CHUNK_OWNED), 16)
-                own, owned_factor = _own_pre(sums, pre_base, pre_scale, rms_eps, eps, D)
+                owned_sums = _sum_gathered(_gather(partials, first_owned, rows, 20, OWNED, 16, BT, SPLITS, CHUNK_OWNED), 16)
+                own, owned_factor = _own_pre(owned_sums, pre_base, pre_scale, rms_eps, eps, D)
                 _store_each(owned_row, own, 1, None)
             else:
                 squares = tl.sum(_gather(partials, first_owned, rows, 25, OWNED, 1, BT, SPLITS, CHUNK_OWNED), axis=0)
