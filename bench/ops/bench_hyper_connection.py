@@ -91,7 +91,7 @@ def cases(hidden_sizes: list[int], tokens: list[int], num_sms: int) -> list[tupl
 
 def time_kernel(hidden: int, tokens: int, own: bool, config: kernel.LaunchConfig, cold: bool) -> float:
     arguments, weights = make_inputs(tokens, hidden, own, cold)
-    state = kernel.HandoverState.of_size(config.partial_rows(tokens), tokens, "cuda")
+    state = kernel.HandoverState.of_size(config.partial_rows(tokens), config.counters(tokens), "cuda")
     prepared = [kernel.KernelWeights.prepare(w) for w in weights]
     inputs = list(zip(arguments, prepared, strict=True))
     return median_us(
@@ -123,7 +123,7 @@ def compile_share(hidden_sizes: list[int], tokens: list[int], share: int, shares
     num_sms = kernel.sm_count(torch.device("cuda", 0))
     for hidden, _, own, config in cases(hidden_sizes, tokens, num_sms)[share::shares]:
         arguments, weights = make_inputs(1, hidden, own, cold=False)  # the token count is no compile-time constant
-        state = kernel.HandoverState.of_size(config.partial_rows(1), 1, "cuda")
+        state = kernel.HandoverState.of_size(config.partial_rows(1), config.counters(1), "cuda")
         try:
             kernel.site(weights=kernel.KernelWeights.prepare(weights[0]), state=state, config=config, **arguments[0])
         except Exception as error:  # noqa: BLE001

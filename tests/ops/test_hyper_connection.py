@@ -357,6 +357,20 @@ def test_kernel_at_released_sizes(tokens, own, hidden):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("own", [True, False], ids=["v4", "v41"])
+@pytest.mark.parametrize("tokens", [40, 512, 1500])
+def test_kernel_groups_wait_in_more_programs_than_run_at_once(tokens, own):
+    arguments, weights = make_site(tokens, 5120, own=own, seed=tokens, iterations=20)
+    config = kernel.LaunchConfig(64, 64, 80, 1, 8, 2, 128, True)
+    state = kernel.HandoverState.of_size(config.partial_rows(tokens), config.counters(tokens), "cuda")
+    got, again = (run_kernel(arguments, weights, state, config=config) for _ in range(2))
+    check_site(got, arguments, weights)
+    for name in ("streams", "x", "pre", "post", "comb"):
+        assert torch.equal(getattr(got, name), getattr(again, name)), name
+    assert not (state.arrivals & 0x7FFFFFFF).any()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 64, 300])
 @pytest.mark.parametrize(
     ("source", "rows", "own"),
