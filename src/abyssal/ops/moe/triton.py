@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.kv.layouts import Grid
+from abyssal.ops._aot import AotCase
 from abyssal.ops._records import (
     INTERPRETED,
     e2m1_values,
