@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("abyssal")
 
 Scheduled = list[tuple[Sequence, int]]
+MOST_SHORTAGES = 3  # times that a sequence may run out of memory alone: another process may have had it for a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,14 +305,17 @@ class Engine:
     def _shrink(self, scheduled: Scheduled) -> list[RequestUpdate]:
         """The step did not fit into memory: its sequences are computed again, in smaller steps.
 
-        Only a sequence that ran out of memory alone, with a single token, ends.
+        A sequence ends only when it has run out of memory several times alone, with a single token.
         """
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()
-        smallest = self.scheduler.budget.tokens == 1
-        self.scheduler.budget.exceeded(sum(count for _, count in scheduled))
-        if smallest:
-            return [self._fail(seq, "out of memory: not even one token can be computed at this length") for seq, _ in scheduled]
+        tokens = sum(count for _, count in scheduled)
+        self.scheduler.budget.exceeded(tokens)
+        if tokens == 1:
+            (seq, _), *_ = scheduled
+            seq.num_shortages += 1
+            if seq.num_shortages == MOST_SHORTAGES:
+                return [self._fail(seq, f"out of memory: not even one token fits behind {seq.num_computed}; shorten the request")]
         self.scheduler.restart([seq for seq, _ in scheduled])
         return []
 
