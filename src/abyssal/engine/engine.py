@@ -360,17 +360,23 @@ class Engine:
 
     def _launch(self, sequences: list[Sequence], before: Flight | None) -> list[RequestUpdate]:
         """Launch a decode step of `sequences`, whose pages are allocated, then wait for `before`, from which it takes its tokens."""
-        broken: Exception | None = None
+        broken, out_of_memory = None, False
         try:
             self._flight = self._take_off(sequences, before)
+            self.scheduler.budget.fits()
+        except torch.OutOfMemoryError as error:
+            log.warning("a step of %d sequences ran out of memory: %s", len(sequences), error)
+            out_of_memory = True
         except Exception as error:
             if _device_lost(error):
                 raise EngineDeadError(f"the device failed: {error}") from error
             broken = error
         updates = [] if before is None else self._land(before)
-        if broken is not None:
-            left = [(seq, 1) for seq in sequences if self._is_unfinished(seq)]
-            updates += self._shrink(left) if isinstance(broken, torch.OutOfMemoryError) else self._recover(left, broken)
+        left = [(seq, 1) for seq in sequences if self._is_unfinished(seq)]
+        if out_of_memory and left:
+            updates += self._shrink(left)
+        elif broken is not None:
+            updates += self._recover(left, broken)
         return updates
 
     @torch.inference_mode()
