@@ -562,16 +562,25 @@ def aot_cases() -> list[AotCase]:
         )
         for block in (128, 32)
     ]  # fmt: skip
-    for tokens in (1, 16, 32):
-        for rows, block in ((1536, 128), (32768, 128), (1792, 32), (32768, 32), (2048, None), (32768, None)):
-            for beside in (0, 1, 2) if (tokens, rows) == (1, 1536) else (0,):
-                cases.append(_few_case(tokens, rows, block, beside))
-    return cases
+    released = [
+        (1536, 4096, 128),
+        (32768, 1024, 128),
+        (1792, 5120, 32),
+        (32768, 1280, 32),
+        (2048, 4096, None),
+        (129280, 4096, None),
+    ]
+    cases += [_few_case(tokens, *sizes) for tokens in (1, 32) for sizes in released]
+    cases += [_few_case(1, 1536, 4096, 128, beside=beside) for beside in (1, 2)]
+    cases += [_few_case(16, 32768, 1024, 128), _few_case(16, 32768, 1280, 32)]
+    return [*cases, _few_case(1, 192, 64, None, parts=3), _few_case(32, 24, 64, 128, aligned_groups=False)]
 
 
-def _few_case(tokens: int, rows: int, block: int | None, beside: int) -> AotCase:
+def _few_case(
+    tokens: int, rows: int, columns: int, block: int | None, *, beside: int = 0, parts: int = 1, aligned_groups: bool = True
+) -> AotCase:
     fused = tokens <= FUSED_TOKENS
-    sizes = [(rows, 2 if block is None else 1, 4096), *[(2048, 2, 4096)] * beside]
+    sizes = [(rows, 2 if block is None else 1, columns), *[(2048, 2, columns)] * beside]
     config = few_config(tokens, sizes, 2 if fused or block is None else 1)
     heights = (*config.rows, 16, 16)
     signature = {
@@ -582,28 +591,15 @@ def _few_case(tokens: int, rows: int, block: int | None, beside: int) -> AotCase
     }  # fmt: skip
     constants: dict[str, object] = {
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "TILE": block, "ROW_BLOCK": block,
-        "COLUMN_BLOCK": block, "PARTS0": 1, "PARTS1": 1, "PARTS2": 1, "EVEN": True, "ALIGNED": True, "WARPS": WARPS,
-        "COLUMNS": COLUMNS,
+        "COLUMN_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % STEP == 0, "ALIGNED": aligned_groups,
+        "WARPS": WARPS, "COLUMNS": COLUMNS,
     }  # fmt: skip
     absent = ["scales0"] if fused or block is None else []
     absent += ["scale0"] if block is None else []
     absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
-    constants |= dict.fromkeys(absent)
-    aligned: tuple[str, ...] = (
-        "x",
-        "x_stride",
-        "input0",
-        "input0_stride",
-        "scales0",
-        "K",
-        "group_rows",
-        "data0",
-        "scale0",
-        "out0",
-    )
-    aligned += ("N0", "data1", "out1", "N1", "data2", "out2", "N2")
+    free = {*signature} - {*absent, "T", "token_tiles", "tiles0", "tiles1"}
     return AotCase(
-        f"few_tokens x{config.tokens} rows={rows} block={block} beside={beside}", few_tokens_kernel, signature, constants,
-        num_warps=WARPS, num_stages=config.num_stages, aligned=tuple(name for name in aligned if name not in absent),
-        spill_reason="two to eight registers beside the 255 of the widest tiles" if (block, *heights[:1], tokens) == (32, 32, 32) else None,
+        f"few_tokens x{config.tokens} {rows} x {columns} block={block} beside={beside}", few_tokens_kernel, signature,
+        constants | dict.fromkeys(absent), num_warps=WARPS, num_stages=config.num_stages, aligned=tuple(sorted(free)),
+        spill_reason="a few registers beside the 255 of the widest tiles" if (block, config.rows[0], tokens) == (32, 32, 32) else None,
     )  # fmt: skip
