@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.batch import Batch
 from abyssal.model.weights import Weights
 from abyssal.ops._select import Ops
 from abyssal.ops.engram import engram
@@ -25,12 +24,10 @@ class Engram:
         self.wkv = ops.prepare_linear(weights.linear("wkv"))
         self.weight = weights.tensor("q_weight") * weights.tensor("k_weight")  # [S, D]
 
-    def read(self, batch: Batch) -> Tensor:
-        """The step's table rows, in one gather: [T, columns * head_dim] on the step's device."""
-        assert batch.engram_rows is not None, "the batch was built without the n-gram hash"
-        rows = batch.engram_rows[self.index]  # [T, columns]
+    def read(self, engram_rows: Tensor, device: torch.device) -> Tensor:
+        """The step's table rows, in one gather: `Batch.engram_rows` -> [T, columns * head_dim] on `device`."""
+        rows = engram_rows[self.index]  # [T, columns]
         codes, scales = self.table.gather(rows)
-        device = batch.token_ids.device
         stored = LinearWeight(codes.to(device), scales.to(device), "fp8", ROW_BLOCK, None)
         return dequantize(stored, self.dtype).view(len(rows), -1)
 

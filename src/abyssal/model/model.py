@@ -59,7 +59,7 @@ class Block:
         engram = self.plan.engram
         self.engram = None if engram is None else Engram(weights.below("engram"), config, engram, dtype, ops)
         self.attention = Attention(weights.below("attn"), config, layer, dtype, ops)
-        self.moe = MoE(weights.below("ffn"), config, layer, dtype)
+        self.moe = MoE(weights.below("ffn"), config, layer, ops)
         self.attn_norm, self.ffn_norm = weights.tensor("attn_norm.weight"), weights.tensor("ffn_norm.weight")
         self.hc_attn, self.hc_ffn = (ops.mix_weights(weights.mix(name, config.hc_mult)) for name in ("hc_attn", "hc_ffn"))
 
@@ -92,7 +92,7 @@ class Model:
         self, tensors: dict[str, Tensor | LinearWeight | RowTable], config: ModelConfig, dtype: torch.dtype, ops: Ops
     ) -> None:
         weights = Weights(tensors)
-        self.config, self.ops = config, ops
+        self.config, self.dtype, self.ops = config, dtype, ops
         self.embedding = weights.tensor("embed.weight")
         self.blocks = [Block(weights.below(f"layers.{i}"), config, i, dtype, ops) for i in range(config.num_layers)]
         self.hc_head = None
@@ -104,17 +104,29 @@ class Model:
         self.head = ops.prepare_linear(head)
         weights.assert_all_taken()
 
-    @torch.inference_mode()
     def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
         """Logits fp32 [R, V] of the tokens in `batch.logit_rows`; the caches take up the step's tokens."""
-        rows = [None if block.engram is None else block.engram.read(batch) for block in self.blocks]
+        return self.compute(batch, cache, self.read_tables(batch.engram_rows))
+
+    @torch.inference_mode()
+    def read_tables(self, engram_rows: Tensor | None) -> dict[int, Tensor]:
+        """Layer -> what its n-gram table holds for the tokens of a step, on the model's device; `Batch.engram_rows` name the rows."""
+        engrams = {i: block.engram for i, block in enumerate(self.blocks) if block.engram is not None}
+        if not engrams:
+            return {}
+        assert engram_rows is not None, "the batch was built without the n-gram hash"
+        return {i: engram.read(engram_rows, self.embedding.device) for i, engram in engrams.items()}
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch, cache: KVCache, rows: dict[int, Tensor]) -> Tensor:
+        """As a call, with what `read_tables` gave."""
         embedded = F.embedding(batch.token_ids, self.embedding)
         pre = torch.zeros(len(embedded), self.config.hc_mult, device=embedded.device)
         pre[:, 0] = 1.0  # the first site sees the embedding as it is (V4.1 spec 3.1)
         residual = Residual(embedded, pre)
         selection = self.ops.new_selection(batch)
-        for block, read in zip(self.blocks, rows, strict=True):
-            residual = block(residual, read, batch, cache, selection)
+        for layer, block in enumerate(self.blocks):
+            residual = block(residual, rows.get(layer), batch, cache, selection)
         last = residual.at(batch.logit_rows)
         y = enter(self.ops, self.config, last, self.hc_head, self.norm, own=self.hc_head is not None).x
         return self.ops.linear(y, self.head)[0]

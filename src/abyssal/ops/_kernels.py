@@ -25,6 +25,8 @@ from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES
 from abyssal.ops.index_score.triton import index_score_blocks
 from abyssal.ops.linear import LinearWeight
 from abyssal.ops.linear import triton as products
+from abyssal.ops.moe import ExpertLayer
+from abyssal.ops.moe.triton import KernelExperts, moe, prepare_experts
 from abyssal.ops.norm.triton import rms_norm
 from abyssal.ops.output_quant.triton import output_quant, output_quant_e4m3
 from abyssal.ops.qkv_insert.triton import qkv_insert, window_store
@@ -76,7 +78,7 @@ class KernelOps:
             self._score = hopper_score.index_score
             gluon.append("index_score")
         self._reserve(max_tokens)
-        log.info("ops: Gluon %s; PyTorch moe, engram; all others Triton", ", ".join(gluon) or "none")
+        log.info("ops: Gluon %s; PyTorch engram; all others Triton", ", ".join(gluon) or "none")
 
     def _reserve(self, tokens: int) -> None:
         """Memory through which the programs of a `site` hand their sums over."""
@@ -258,6 +260,12 @@ class KernelOps:
 
     def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return hc.expand(streams, out, post, comb)
+
+    def prepare_experts(self, layer: ExpertLayer) -> KernelExperts:
+        return prepare_experts(layer)
+
+    def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
+        return moe(x, token_ids, experts)
 
 
 def check_model(model: ModelConfig, caches: CachePlan) -> None:

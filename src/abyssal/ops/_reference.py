@@ -18,6 +18,7 @@ from abyssal.ops.compress import compress, store_entries
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
 from abyssal.ops.linear import LinearWeight, linear, linear_grouped
+from abyssal.ops.moe import ExpertLayer, expert_layer
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.output_quant import output_quant
 from abyssal.ops.qkv_insert import qkv_insert
@@ -139,6 +140,12 @@ class ReferenceOps:
 
     def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return hc.expand(streams, out, post, comb)
+
+    def prepare_experts(self, layer: ExpertLayer) -> ExpertLayer:
+        return layer
+
+    def moe(self, x: Tensor, token_ids: Tensor, experts: ExpertLayer) -> Tensor:
+        return expert_layer(x, token_ids, experts)
 
 
 def _entries(

@@ -17,6 +17,7 @@ from abyssal.kv.pool import KVCache, RecordView
 from abyssal.kv.specs import CachePlan
 from abyssal.ops.hyper_connection import MixWeights, Site
 from abyssal.ops.linear import LinearWeight
+from abyssal.ops.moe import ExpertLayer
 
 
 @dataclass(slots=True)
@@ -113,6 +114,12 @@ class Ops(Protocol):
     ) -> Site: ...
 
     def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor: ...
+
+    def prepare_experts(self, layer: ExpertLayer) -> Any:
+        """The weights of an expert layer as `moe` takes them; what `layer` holds may become part of them."""
+
+    def moe(self, x: Tensor, token_ids: Tensor, experts: Any) -> Tensor:
+        """x [T, D], token_ids [T] -> [T, D]."""
 
 
 def publishes(plan: LayerPlan, config: ModelConfig, count: int) -> bool:
