@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from abyssal.checkpoint.loader import LoadWeights, load_weights
 from abyssal.checkpoint.source import resolve_model
 from abyssal.config import EngineConfig, resolve
 from abyssal.engine.flight import Flight
@@ -82,7 +83,8 @@ class EngineStats:
 class Engine:
     """Continuous batching over one `Runner`. Not thread-safe: one thread adds, aborts and steps."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, load: LoadWeights = load_weights) -> None:
+        """`load` reads the weights; a benchmark makes them up."""
         folder = resolve_model(config.model)
         model_config = load_model_config(folder)
         self.config = resolve(config, model_config, torch.cuda.is_available(), find_gpu())
@@ -90,7 +92,7 @@ class Engine:
             torch.set_num_threads(self.config.num_threads)
         # For callers in this process; here it tells which ids mean something, and which end a text.
         self.tokenizer = tokenizer = Tokenizer.load(folder, model_config.vocab_size)
-        self.runner = Runner(folder, model_config, self.config, tokenizer)
+        self.runner = Runner(folder, model_config, self.config, tokenizer, load)
         self.cache = self.runner.cache
         eos = model_config.eos_token_ids
         self.info = EngineInfo(
@@ -288,11 +290,16 @@ class Engine:
 
     def _run(self, scheduled: Scheduled) -> list[RequestUpdate]:
         try:
-            return self._compute(scheduled)
+            updates = self._compute(scheduled)
+            self.scheduler.budget.fits()
+            return updates
+        except torch.OutOfMemoryError as error:
+            log.warning("a step of %d sequences ran out of memory: %s", len(scheduled), error)
         except Exception as error:
             if _device_lost(error):
                 raise EngineDeadError(f"the device failed: {error}") from error
             return self._recover(scheduled, error)
+        return self._shrink(scheduled)  # out here, where the exception no longer keeps the step's tensors
 
     def _recover(self, scheduled: Scheduled, error: Exception) -> list[RequestUpdate]:
         """The step of `scheduled` failed with `error`."""
@@ -307,13 +314,27 @@ class Engine:
             seq.num_computed = 0
         return [update for seq, end in ends for update in self._recompute(seq, end)]
 
+    def _shrink(self, scheduled: Scheduled) -> list[RequestUpdate]:
+        """The step did not fit into memory: its sequences are computed again, in smaller steps.
+
+        Only a sequence that ran out of memory alone, with a single token, ends.
+        """
+        if self.runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        smallest = self.scheduler.budget.tokens == 1
+        self.scheduler.budget.exceeded(sum(count for _, count in scheduled))
+        if smallest:
+            return [self._fail(seq, "out of memory: not even one token can be computed at this length") for seq, _ in scheduled]
+        self.scheduler.restart([seq for seq, _ in scheduled])
+        return []
+
     def _recompute(self, seq: Sequence, end: int) -> list[RequestUpdate]:
         """Compute `seq`, which holds no pages, up to token `end` in steps of its own, or leave it to the scheduler to do."""
         updates: list[RequestUpdate] = []
         if seq.may_reuse:
             seq.num_computed = self.cache.reuse(seq.cache, seq.token_ids)
-        while seq.num_computed < end and not updates:
-            count = min(end - seq.num_computed, self.config.max_num_batched_tokens)
+        while seq.num_computed < end and not updates and seq in self.scheduler.running:
+            count = min(end - seq.num_computed, self.scheduler.budget.tokens)
             if not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
                 self.scheduler.preempt(seq)
                 return []
@@ -343,7 +364,8 @@ class Engine:
             broken = error
         updates = [] if before is None else self._land(before)
         if broken is not None:
-            updates += self._recover([(seq, 1) for seq in sequences if self._is_unfinished(seq)], broken)
+            left = [(seq, 1) for seq in sequences if self._is_unfinished(seq)]
+            updates += self._shrink(left) if isinstance(broken, torch.OutOfMemoryError) else self._recover(left, broken)
         return updates
 
     @torch.inference_mode()

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from abyssal.config import ModelConfig
 from abyssal.model.weights import Weights
+from abyssal.ops._select import Ops
 from abyssal.ops.engram import engram
-from abyssal.ops.linear import LinearWeight, dequantize, linear
+from abyssal.ops.linear import LinearWeight, dequantize
 
 ROW_BLOCK = (1, 32)  # rows, columns of the table that share a scale
 
@@ -16,11 +17,11 @@ ROW_BLOCK = (1, 32)  # rows, columns of the table that share a scale
 class Engram:
     """Adds what the table holds for a token's last n-grams to the streams, before the layer's first site."""
 
-    def __init__(self, weights: Weights, config: ModelConfig, index: int, dtype: torch.dtype) -> None:
-        self.index, self.rms_eps, self.dtype = index, config.rms_eps, dtype
+    def __init__(self, weights: Weights, config: ModelConfig, index: int, dtype: torch.dtype, ops: Ops) -> None:
+        self.index, self.rms_eps, self.dtype, self.ops = index, config.rms_eps, dtype, ops
         self.streams, self.hidden = config.hc_mult, config.hidden_size
         self.table = weights.rows("embed")
-        self.wkv = weights.linear("wkv")
+        self.wkv = ops.prepare_linear(weights.linear("wkv"))
         self.weight = weights.tensor("q_weight") * weights.tensor("k_weight")  # [S, D]
 
     def read(self, engram_rows: Tensor, device: torch.device) -> Tensor:
@@ -32,6 +33,6 @@ class Engram:
 
     def __call__(self, streams: Tensor, rows: Tensor) -> Tensor:
         """streams [T, S, D], rows of `read` -> [T, S, D]."""
-        kv = linear(rows, self.wkv)  # [T, (S + 1) D]
+        kv, *_ = self.ops.linear(rows, self.wkv)  # [T, (S + 1) D]
         key, value = kv.split([self.streams * self.hidden, self.hidden], dim=1)
         return engram(streams, key.unflatten(1, (self.streams, -1)), value, self.weight, self.rms_eps)

@@ -57,9 +57,9 @@ class Block:
     def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype, ops: Ops) -> None:
         self.config, self.plan, self.ops = config, config.layers[layer], ops
         engram = self.plan.engram
-        self.engram = None if engram is None else Engram(weights.below("engram"), config, engram, dtype)
+        self.engram = None if engram is None else Engram(weights.below("engram"), config, engram, dtype, ops)
         self.attention = Attention(weights.below("attn"), config, layer, dtype, ops)
-        self.moe = MoE(weights.below("ffn"), config, layer, dtype)
+        self.moe = MoE(weights.below("ffn"), config, layer, ops)
         self.attn_norm, self.ffn_norm = weights.tensor("attn_norm.weight"), weights.tensor("ffn_norm.weight")
         self.hc_attn, self.hc_ffn = (ops.mix_weights(weights.mix(name, config.hc_mult)) for name in ("hc_attn", "hc_ffn"))
 
@@ -99,7 +99,9 @@ class Model:
         if config.layers[-1].hc_order == "own":
             self.hc_head = ops.mix_weights(weights.mix("hc_head", config.hc_mult))
         self.norm = weights.tensor("norm.weight")
-        self.head = weights.tensor("head.weight")
+        head = weights.tensor("head.weight")
+        self.sample = torch.cat([self.norm.flatten().float(), head[:8].flatten().float()])  # tells trainings of one model apart
+        self.head = ops.prepare_linear(head)
         weights.assert_all_taken()
 
     def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
@@ -127,4 +129,4 @@ class Model:
             residual = block(residual, rows.get(layer), batch, cache, selection)
         last = residual.at(batch.logit_rows)
         y = enter(self.ops, self.config, last, self.hc_head, self.norm, own=self.hc_head is not None).x
-        return F.linear(y.float(), self.head)
+        return self.ops.linear(y, self.head)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,33 @@ from torch import Tensor
 from abyssal.ops.linear import LinearWeight, linear
 
 SUM_FLOOR = 1e-20  # scores may all underflow to 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """Weights and constants of one expert layer."""
+
+    gate: Tensor  # fp32 [E, D]
+    bias: Tensor | None  # fp32 [E]; None in hash layers
+    tid2eid: Tensor | None  # int [V, k], hash layers: the experts of a token id
+    w13: LinearWeight  # [E, 2 I, D]: gate rows, then up rows
+    w2: LinearWeight  # [E, D, I]
+    shared_w1: LinearWeight  # [I, D]
+    shared_w3: LinearWeight  # [I, D]
+    shared_w2: LinearWeight  # [D, I]
+    k: int
+    scale: float
+    temperature: float
+    limit: float
+
+
+def expert_layer(x: Tensor, token_ids: Tensor, layer: ExpertLayer) -> Tensor:
+    """Routed experts plus the shared one: x [T, D], normalised, and token_ids [T] -> [T, D] in x's dtype."""
+    ids = None if layer.tid2eid is None else layer.tid2eid[token_ids]
+    experts, weights = route(x, layer.gate, layer.bias, ids, layer.k, layer.scale, layer.temperature)
+    routed = moe(x, experts, weights, layer.w13, layer.w2, layer.limit)  # fp32
+    shared = swiglu(linear(x, layer.shared_w1), linear(x, layer.shared_w3), None, layer.limit, x.dtype)
+    return (routed + linear(shared, layer.shared_w2)).to(x.dtype)
 
 
 def route(
