@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("abyssal")
 
 Scheduled = list[tuple[Sequence, int]]
+MOST_SHORTAGES = 3  # times that a sequence may run out of memory alone: another process may have had it for a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,14 +318,17 @@ class Engine:
     def _shrink(self, scheduled: Scheduled) -> list[RequestUpdate]:
         """The step did not fit into memory: its sequences are computed again, in smaller steps.
 
-        Only a sequence that ran out of memory alone, with a single token, ends.
+        A sequence ends only when it has run out of memory several times alone, with a single token.
         """
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()
-        smallest = self.scheduler.budget.tokens == 1
-        self.scheduler.budget.exceeded(sum(count for _, count in scheduled))
-        if smallest:
-            return [self._fail(seq, "out of memory: not even one token can be computed at this length") for seq, _ in scheduled]
+        tokens = sum(count for _, count in scheduled)
+        self.scheduler.budget.exceeded(tokens)
+        if tokens == 1:
+            (seq, _), *_ = scheduled
+            seq.num_shortages += 1
+            if seq.num_shortages == MOST_SHORTAGES:
+                return [self._fail(seq, f"out of memory: not even one token fits behind {seq.num_computed}; shorten the request")]
         self.scheduler.restart([seq for seq, _ in scheduled])
         return []
 
@@ -355,17 +359,23 @@ class Engine:
 
     def _launch(self, sequences: list[Sequence], before: Flight | None) -> list[RequestUpdate]:
         """Launch a decode step of `sequences`, whose pages are allocated, then wait for `before`, from which it takes its tokens."""
-        broken: Exception | None = None
+        broken, out_of_memory = None, False
         try:
             self._flight = self._take_off(sequences, before)
+            self.scheduler.budget.fits()
+        except torch.OutOfMemoryError as error:
+            log.warning("a step of %d sequences ran out of memory: %s", len(sequences), error)
+            out_of_memory = True
         except Exception as error:
             if _device_lost(error):
                 raise EngineDeadError(f"the device failed: {error}") from error
             broken = error
         updates = [] if before is None else self._land(before)
-        if broken is not None:
-            left = [(seq, 1) for seq in sequences if self._is_unfinished(seq)]
-            updates += self._shrink(left) if isinstance(broken, torch.OutOfMemoryError) else self._recover(left, broken)
+        left = [(seq, 1) for seq in sequences if self._is_unfinished(seq)]
+        if out_of_memory and left:
+            updates += self._shrink(left)
+        elif broken is not None:
+            updates += self._recover(left, broken)
         return updates
 
     @torch.inference_mode()
