@@ -32,7 +32,8 @@ from abyssal.ops.hyper_connection import MixWeights, Site
 
 STREAMS = 4
 # One token's row of partial sums: comb at 0, post at 16, pre at 20; from 24 with the site's own pre G 00, 11, 22, 33, 01, 02, 03,
-# 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2; in two launches sum z^2 only.
+# 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2; in two launches sum z^2 only. A relayed row: pre at 0, 1 / rms of the
+# collapsed vector at 4, and from 8 the first 32 of these sums, complete.
 ROW = tl.constexpr(40)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -746,14 +747,18 @@ def hyper_connection_site(
             if SPLITS > 1:
                 _await(arrivals, before)
             owned_row = relay + (first_owned + tl.arange(0, OWNED)) * ROW
+            if ROWS > 0:
+                owned = _gather(partials, first_owned, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED)
             if OWN_PRE:
-                owned_sums = _sum_gathered(_gather(partials, first_owned, rows, 20, OWNED, 16, BT, SPLITS, CHUNK_OWNED), 16)
-                own, owned_factor = _own_pre(owned_sums, pre_base, pre_scale, rms_eps, eps, D)
+                gathered = _gather(partials, first_owned, rows, 20, OWNED, 16, BT, SPLITS, CHUNK_OWNED)
+                own, owned_factor = _own_pre(_sum_gathered(gathered, 16), pre_base, pre_scale, rms_eps, eps, D)
                 _store_each(owned_row, own, 1, None)
             else:
-                squares = tl.sum(_gather(partials, first_owned, rows, 25, OWNED, 1, BT, SPLITS, CHUNK_OWNED), axis=0)
-                owned_factor = 1.0 / tl.sqrt(squares / D + rms_eps)
+                owned_square = tl.sum(_gather(partials, first_owned, rows, 25, OWNED, 1, BT, SPLITS, CHUNK_OWNED), axis=0)
+                owned_factor = 1.0 / tl.sqrt(owned_square / D + rms_eps)
             tl.store(owned_row + 4, owned_factor)
+            if ROWS > 0:
+                tl.store(owned_row[:, None] + 8 + coefficient[None, :], _sum_gathered(owned, 32))
             if SPLITS > 1:
                 _arrive(arrivals + 1, split == 0, BT // OWNED)
         if SPLITS > 1:
@@ -763,8 +768,6 @@ def hyper_connection_site(
         if OWN_PRE:
             y = _collapse(n, _load4(relay + local[:, None] * ROW, 0, 1, None))
         factor = tl.load(relay + local * ROW + 4)
-        if ROWS > 0:
-            owned = _gather(partials, first_owned, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED)
     else:
         if SPLITS > 1:
             _await(arrivals + group, _arrive(arrivals + group, split == 0, SPLITS))
@@ -784,10 +787,18 @@ def hyper_connection_site(
     if ROWS == 24:
         post_out += start * 4
         comb_out += start * 16
-    if ROWS > 0 and first_owned < BT:
+    squares: tl.constexpr = 4 if OWN_PRE else 1
+    if RELAY:  # one program, with all lanes, where many do the same; elsewhere each its own, to have them soon
+        if ROWS > 0 and split == SPLITS - 1:
+            all_sums = tl.load(relay + local[:, None] * ROW + 8 + coefficient[None, :])
+            _coefficients(
+                all_sums, all_base, all_scale, pre_out + start * 4, post_out, comb_out, 0, rows, rms_eps, eps,
+                D, ROWS, squares, ITERATIONS,
+            )  # fmt: skip
+    elif ROWS > 0 and first_owned < BT:
         _coefficients(
-            _sum_gathered(owned, 32), all_base, all_scale, pre_out + start * 4, post_out, comb_out,
-            first_owned, rows, rms_eps, eps, D, ROWS, 4 if OWN_PRE else 1, ITERATIONS,
+            _sum_gathered(owned, 32), all_base, all_scale, pre_out + start * 4, post_out, comb_out, first_owned, rows, rms_eps, eps,
+            D, ROWS, squares, ITERATIONS,
         )  # fmt: skip
 
 
