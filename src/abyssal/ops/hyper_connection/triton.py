@@ -92,6 +92,14 @@ class LaunchConfig:
         """Programs that run at the same time on `num_sms` multiprocessors of 65536 registers."""
         return num_sms * (65536 // (32 * self.num_warps * -(-self.registers // 8) * 8))
 
+    def may_wait(self, tokens: int, num_sms: int) -> bool:
+        """Whether programs may wait for their group: all run at the same time, or two groups do and the others come later.
+
+        The device starts programs in the order of their numbers, so that the oldest group always runs as a whole.
+        """
+        needed = self.programs(tokens)
+        return min(needed, 2 * self.splits if self.relay else needed) <= self.resident(num_sms)
+
     @property
     def relay(self) -> bool:
         """Whether the sums of a token go to one program of its group and from there to the others, in one launch."""
@@ -106,7 +114,7 @@ class LaunchConfig:
 
 
 def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = True) -> LaunchConfig:
-    """One launch where it may and all its programs run at the same time; otherwise two, in as few waves as the token count allows."""
+    """One launch where it may and its programs may wait for each other; otherwise two, in as few waves as the token count allows."""
     if hidden % 16:
         raise ValueError(f"hidden size {hidden} is no multiple of 16: this kernel does not support it; use the reference backend")
     for limit, single, block_tokens, block_hidden, num_warps, num_stages, registers in LAUNCHES:
@@ -115,7 +123,7 @@ def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = Tru
         if single and one_launch and tokens <= limit:
             splits = hidden // block_hidden
             config = LaunchConfig(block_tokens, block_hidden, splits, 1, num_warps, num_stages, registers, True)
-            if config.programs(tokens) <= config.resident(num_sms):
+            if config.may_wait(tokens, num_sms):
                 return config
         if not single and tokens <= limit:
             return two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
