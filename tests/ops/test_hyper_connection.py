@@ -325,7 +325,8 @@ def test_kernel_config_and_state_cover_every_token_count(hidden):
             config = kernel.launch_config(tokens, hidden, 132, one_launch)
             assert config.splits * config.steps * config.block_hidden == hidden
             assert state.partials.shape[0] >= config.partial_rows(tokens)
-            assert not config.one_launch or (one_launch and config.steps == 1 and config.programs(tokens) <= config.resident(132))
+            assert not config.one_launch or (one_launch and config.steps == 1 and config.may_wait(tokens, 132))
+            assert state.arrivals.shape[0] >= config.counters(tokens)
 
 
 def test_kernel_weights_keep_sixteen_bits():
