@@ -64,5 +64,15 @@ def test_a_step_is_explained_by_its_ops(name: str, tmp_path: Path) -> None:
     engine.step()
     found = profile(engine.step, torch.device("cpu"))
     assert found.busy == pytest.approx(found.total, rel=0.05)
-    expected = {"sparse_attention", "moe", "linear", "hyper_connection", "compress", "qkv_insert", "index_score", "select_topk", "norm"}
+    expected = {
+        "sparse_attention",
+        "moe",
+        "linear",
+        "hyper_connection",
+        "compress",
+        "qkv_insert",
+        "index_score",
+        "select_topk",
+        "norm",
+    }
     assert expected <= found.by_op.keys() <= {path.stem for path in (*OPS.glob("*"), *OPS.parent.iterdir())}
