@@ -30,18 +30,14 @@ EIGHT = [
     ),
     ("        [4, 4],\n", "        [4, 8],\n"),
 ]
-WRITER = [
-    (
-        "            slots = block_slots(block + 2, lists)\n            mbarrier.arrive(k_full.index(half))",
-        "            slots = block_slots(block + 2, lists)\n            fence_async_shared()\n            mbarrier.arrive(k_full.index(half))",
-    )
-]
-VARIANTS = {"w4": [], "w8": EIGHT, "w8fence": EIGHT + WRITER}
+BASES = {"main": pathlib.Path(str(wgmma.__file__)), "halves": pathlib.Path(__file__).with_name("attention_halves.py")}
+VARIANTS = {"main4": ("main", []), "main8": ("main", EIGHT), "halves4": ("halves", []), "halves8": ("halves", EIGHT)}
 
 
 def variant(name: str, folder: str) -> ModuleType:
-    text = pathlib.Path(str(wgmma.__file__)).read_text()
-    for old, new in VARIANTS[name]:
+    base, edits = VARIANTS[name]
+    text = BASES[base].read_text()
+    for old, new in edits:
         assert old in text, (name, old)
         text = text.replace(old, new)
     path = pathlib.Path(folder, f"attention_{name}.py")
