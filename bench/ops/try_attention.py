@@ -81,9 +81,18 @@ def main() -> None:
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--check")
+    parser.add_argument("--profile")
     args = parser.parse_args()
     begin = time.time()
     torch.manual_seed(0)
+    if args.profile:
+        os.makedirs(FOLDER, exist_ok=True)
+        module = variant(args.profile, FOLDER)
+        (arguments,) = make_inputs(Row(64, 128, 1024), ("v4", "v4"), {"v4": pool("v4", 2048)}, 1)
+        for _ in range(3):
+            module.sparse_attention(*arguments, config=module.LaunchConfig(Splits(1, None)))
+        torch.cuda.synchronize()
+        return
     if args.check:
         sys.exit(0 if check(args.check) else 1)
     os.makedirs(FOLDER, exist_ok=True)
