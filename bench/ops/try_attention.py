@@ -33,7 +33,19 @@ EIGHT = [
     ("        [4, 4],\n", "        [4, 8],\n"),
 ]
 BASES = {"main": pathlib.Path(str(wgmma.__file__)), "halves": pathlib.Path(__file__).with_name("attention_halves.py")}
-VARIANTS = {"main4": ("main", []), "main8": ("main", EIGHT), "halves4": ("halves", []), "halves8": ("halves", EIGHT)}
+WRITER = [
+    (
+        "            mbarrier.arrive(k_full.index(half))\n",
+        "            fence_async_shared()\n            mbarrier.arrive(k_full.index(half))\n",
+    )
+]
+VARIANTS = {
+    "main4": ("main", []),
+    "main8": ("main", EIGHT),
+    "halves4": ("halves", []),
+    "halves8": ("halves", EIGHT),
+    "fence8": ("main", EIGHT + WRITER),  # in case that fences of the readers alone are not enough
+}
 
 
 def variant(name: str, folder: str) -> ModuleType:
