@@ -24,7 +24,6 @@ from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
 from abyssal.engine.swap import SwapSpace
 from abyssal.errors import EngineDeadError, RequestError
-from abyssal.kv.batch import Chunk
 from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
@@ -385,13 +384,9 @@ class Engine:
         assert decoder is not None, "steps are launched ahead by the decoder only"
         ahead = int(before is not None)
         positions = [seq.num_computed + ahead for seq in sequences]
-        if before is None:
-            chunks = [Chunk(seq.token_ids[-1:], start, seq.cache) for seq, start in zip(sequences, positions, strict=True)]
-            tokens = None
-        else:
-            chunks = [Chunk([0], start, seq.cache) for seq, start in zip(sequences, positions, strict=True)]
-            tokens = before.tokens_of(sequences)
-        result = sample_plain(decoder(chunks, tokens), [seq.sampler for seq in sequences], ahead)
+        tokens = [seq.token_ids[-1] for seq in sequences] if before is None else before.tokens_of(sequences)
+        logits = decoder.step([seq.cache for seq in sequences], positions, tokens)
+        result = sample_plain(logits, [seq.sampler for seq in sequences], ahead)
         return Flight.launched(sequences, positions, result)
 
     def _follow(self, flight: Flight) -> list[RequestUpdate]:
@@ -412,10 +407,8 @@ class Engine:
         if len(flying) != len(scheduler.running):
             return []
         going_on = [seq for seq in flying if seq.num_output + 1 < seq.max_new_tokens]
-        for seq in going_on:
-            if not self.cache.allocate(seq.cache, seq.num_computed + 1, seq.num_computed + 2):
-                return []
-        return going_on
+        fits = self.cache.allocate_next([seq.cache for seq in going_on], [seq.num_computed + 1 for seq in going_on])
+        return going_on if fits else []
 
     def _land(self, flight: Flight) -> list[RequestUpdate]:
         """Wait for `flight` and report its tokens; those of requests that ended or gave up their pages since are dropped."""
@@ -423,12 +416,16 @@ class Engine:
             tokens, usable = flight.land()
         except RuntimeError as error:
             raise EngineDeadError(f"the device failed: {error}") from error
-        updates = []
-        for (seq, start), token, ok in zip(flight, tokens, usable, strict=True):
-            if self._is_at(seq, start):
-                update = self._commit(seq, 1, SampledToken(token) if ok else unusable())
-                updates += [] if update is None else [update]
-        return updates
+        present = [i for i, (seq, start) in enumerate(flight) if self._is_at(seq, start)]
+        landed = [flight.sequences[i] for i in present]
+        drawn = [SampledToken(tokens[i]) if usable[i] else unusable() for i in present]
+        ends = [flight.positions[i] + 1 for i in present]
+        for seq, end in zip(landed, ends, strict=True):
+            seq.num_computed = end
+            self._prompt_tokens += end <= len(seq.request.prompt_ids)
+            self.cache.commit(seq.cache, seq.token_ids, end)
+        self.cache.release_passed([seq.cache for seq in landed], ends)
+        return [u for seq, token in zip(landed, drawn, strict=True) if (u := self._take(seq, token))]
 
     def _land_between_steps(self) -> None:
         """Have the host know what the device knows."""
@@ -482,8 +479,10 @@ class Engine:
         self.cache.commit(seq.cache, seq.token_ids, seq.num_computed)
         self.cache.release_unneeded(seq.cache, seq.num_computed)
         self._prompt_tokens += max(0, min(seq.num_computed, len(seq.request.prompt_ids)) - first_computed)
-        if token is None:
-            return None
+        return None if token is None else self._take(seq, token)
+
+    def _take(self, seq: Sequence, token: SampledToken) -> RequestUpdate:
+        """Add the token that `seq` has drawn, and end it where that is its last."""
         if token.error is not None:
             return self._fail(seq, token.error)
         seq.token_ids.append(token.token_id)
