@@ -14,7 +14,7 @@ from torch import Tensor
 from abyssal import LLM
 from abyssal.engine.request import EngineRequest, SamplingParams
 from tests.support.cuts import random_cuts
-from tests.support.ranks import Pool, Scored, engine_job, facts_job, tensors_job
+from tests.support.ranks import Pool, Scored, engine_job, facts_job, preempted_job, tensors_job
 
 TOLERANCE = 1e-4  # sums of several ranks round in another order
 OPTIONS: dict[str, Any] = {"kv_cache_bytes": 64 << 20, "max_model_len": 2048, "max_num_batched_tokens": 256}
@@ -82,13 +82,98 @@ def check(pool: Pool, mesh: dict[str, int], folder: str, vocab: int, **options: 
     return [counts for _, _, counts in answers]
 
 
-@pytest.mark.parametrize("name", GOLDENS)
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_logits_and_tokens_are_those_of_one_rank(mesh: dict[str, int], name: str, goldens: Callable[[str], Path], ranks: Pool) -> None:
+def cases(usual: dict[str, tuple[str, ...]], names: tuple[str, ...]) -> list[Any]:
+    """Every mesh with every model; what is not `usual` only in the long run."""
+    return [
+        pytest.param(MESHES[mesh], name, id=f"{mesh}-{name}", marks=() if name in usual.get(mesh, ()) else pytest.mark.long)
+        for mesh in MESHES
+        for name in names
+    ]
+
+
+USUAL = {
+    "dp2-ep2": ("v4_csa_w16", "v4_hca_w128"),
+    "tp2": ("v4_csa_w16", "v4_slide_w16"),
+    "dp2-tp2-ep4": ("v4_csa_w16",),
+    "dp4-ep2": ("v4_csa_w16",),
+}
+
+
+@pytest.mark.parametrize(("mesh", "name"), cases(USUAL, GOLDENS))
+def test_logits_and_tokens_are_those_of_one_rank(
+    mesh: dict[str, int], name: str, goldens: Callable[[str], Path], ranks: Pool
+) -> None:
     check(ranks, mesh, str(goldens(name)), vocab=192)
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_tiny_v4(mesh: dict[str, int], ranks: Pool) -> None:
+@pytest.mark.parametrize(("mesh", "name"), cases({"dp2-ep2": ("tiny",), "tp2": ("tiny",)}, ("tiny",)))
+def test_tiny_v4(mesh: dict[str, int], name: str, ranks: Pool) -> None:
     """Stored in FP8 and FP4: matrices are cut inside their blocks of scales."""
-    check(ranks, mesh, "tiny", vocab=4000)
+    counts = check(ranks, mesh, name, vocab=4000)
+    (alone,) = ranks.run(engine_job, [({"model": name, **OPTIONS}, [], [])])
+    whole, part = alone[2]["weights"], counts[0]["weights"]
+    assert part < whole / 1.2 if mesh.get("tp", 1) == 1 else part < whole / 1.8, "a rank has its part of the weights only"
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, {"dp": 2, "tp": 2, "ep": 4}], ids=["dp2-ep2", "dp2-tp2-ep4"])
+def test_a_replica_without_anything_to_do_takes_part(mesh: dict[str, int], goldens: Callable[[str], Path], ranks: Pool) -> None:
+    folder = str(goldens("v4_csa_w16"))
+    options = OPTIONS | {"model": folder}
+    scored = [(prompt(45, 192, 3), [44, 1])]
+    requests = [request("a", prompt(9, 192, 4), 5, temperature=0)]
+    answers = ranks.run(engine_job, spread(mesh, [(options, [], []), (options, scored, requests)]), **mesh)
+    one = One(folder)
+    for logits, tokens, _ in answers[mesh.get("tp", 1) :]:
+        torch.testing.assert_close(logits[0], one.logits(scored)[0], rtol=0, atol=TOLERANCE)
+        assert tokens == one.tokens(requests)
+    one.llm.close()
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "ep": 2}], ids=["tp2", "dp2-ep2"])
+def test_preempted_sequences(mesh: dict[str, int], goldens: Callable[[str], Path], ranks: Pool) -> None:
+    """Pages run out. Whether to copy or to compute again is one decision of a replica, though its ranks measure different speeds."""
+    folder = str(goldens("v4_csa_w16"))
+    options = {"model": folder, "max_model_len": 2048, "max_num_batched_tokens": 256, "kv_cache_bytes": 5 << 20}
+    requests = [request(str(i), prompt(200 + i, 192, i), 400, temperature=0) for i in range(8)]
+    replicas = mesh.get("dp", 1)
+    given = [(options, requests[i::replicas]) for i in range(replicas)]
+    answers = ranks.run(preempted_job, spread(mesh, given), **mesh)
+    one = One(folder)
+    for i, (tokens, counts) in enumerate(answers):
+        assert tokens == one.tokens(given[i // mesh.get("tp", 1)][1])
+        assert counts["preemptions"] > 0
+        if "tp" in mesh:
+            assert counts == answers[0][1] and counts["swapped"] > 0, "the first rank wants to copy"
+    one.llm.close()
+
+
+def test_facts_of_a_replica(ranks: Pool) -> None:
+    """Data of the first rank, whatever its size; the smallest number of all ranks."""
+    for size in (0, 1, 4095, 4096, 4097, 100_000):
+        data = [random.Random(size + replica).randbytes(size) for replica in range(2)]
+        given = [(data[0], 7, True), (b"other", 5, False), (data[1], 9, False), (b"", 6, True)]
+        assert ranks.run(facts_job, given, dp=2, tp=2) == [(data[0], 5, True)] * 2 + [(data[1], 5, False)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_of_a_replica(dtype: torch.dtype, ranks: Pool) -> None:
+    """Embedding by parts of the vocabulary, its first and last ids; sums and rows one beside another; and no rows at all."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(12, 5, generator=generator).to(dtype)
+    for ids in (torch.tensor([0, 11, 2, 3, 5, 6, 8, 9, 4]), torch.empty(0, dtype=torch.int64)):
+        partial = [torch.randn(len(ids), 3, generator=generator).to(dtype) for _ in range(4)]
+        answers = ranks.run(tensors_job, [(table, ids, part) for part in partial], tp=4)
+        for embedded, total, gathered in answers:
+            assert torch.equal(embedded, table[ids])
+            assert torch.equal(total, answers[0][1]), "the same bits on each rank"
+            torch.testing.assert_close(
+                total, sum(partial, torch.zeros(())), rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-6
+            )
+            assert torch.equal(gathered, torch.cat(partial, dim=1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("name", ["v41_csa2_w16", "v41_engram_w16"])
+def test_v41(mesh: dict[str, int], name: str, goldens: Callable[[str], Path], ranks: Pool) -> None:
+    check(ranks, mesh, str(goldens(name)), vocab=192)

@@ -71,7 +71,7 @@ def _work(pipe: Connection, rank: int) -> None:
         comm = RankComm(Mesh(dp, tp, ep, rank), store, cuda=False)
         try:
             pipe.send((False, job(comm, *given)))
-        except Exception:
+        except Exception:  # noqa: BLE001 the parent shows it
             pipe.send((True, f"rank {rank}: {traceback.format_exc()}"))
         comm.close()
 
@@ -87,10 +87,34 @@ def engine_job(
     """Score, then generate, while other replicas do what they are given or nothing.
 
     Returns:
-        Logits of every scored prompt, output tokens by request, and counts of the engine.
+        Logits of every scored prompt, output tokens by request, and counts.
     """
-    engine = Engine(EngineConfig(**options, dp=comm.mesh.dp, tp=comm.mesh.tp, ep=comm.mesh.ep, device="cpu", num_threads=1), comm)
+    engine = engine_of(comm, options)
     logits = [engine.score(ids, sizes, list(range(len(ids)))) for ids, sizes in scored]
+    tokens = generate(engine, comm, requests)
+    return logits, tokens, {"weights": weight_values(engine)}
+
+
+def preempted_job(
+    comm: RankComm, options: dict[str, Any], requests: list[EngineRequest]
+) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """Generate on ranks that think differently of their speed: the first finds copying cheap, the others computing."""
+    engine = engine_of(comm, options)
+    swap = engine.swap
+    swap.measure_step = lambda tokens, seconds: None  # type: ignore[method-assign]
+    swap._tokens_per_second = 1.0 if comm.mesh.leads else 1e12
+    tokens = generate(engine, comm, requests)
+    stats = engine.stats()
+    return tokens, {"preemptions": stats.num_preemptions, "swapped": stats.num_swapped}
+
+
+def engine_of(comm: RankComm, options: dict[str, Any]) -> Engine:
+    mesh = comm.mesh
+    return Engine(EngineConfig(**options, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep, device="cpu", num_threads=1), comm)
+
+
+def generate(engine: Engine, comm: RankComm, requests: list[EngineRequest]) -> dict[str, list[int]]:
+    """Output tokens by request, once all replicas have nothing left to do."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
@@ -103,8 +127,7 @@ def engine_job(
             break
     stats = engine.stats()
     assert stats.pages_free == stats.pages_total
-    counts = {"preemptions": stats.num_preemptions, "swapped": stats.num_swapped, "weights": weight_values(engine)}
-    return logits, tokens, counts
+    return tokens
 
 
 def weight_values(engine: Engine) -> int:

@@ -45,6 +45,14 @@ class Comm:
     def enter(self, num_tokens: int) -> None:
         """A step of `num_tokens` begins on this rank; returns when all ranks that share its experts have entered."""
 
+    def idle(self, take_part: Callable[[], None]) -> bool:
+        """A step without tokens on this rank: `take_part` computes its experts, if any other rank that shares them has tokens.
+
+        Returns:
+            Whether all of them are idle and know of the same requests: the next one is then told to each, so that each may wait.
+        """
+        return True
+
     def smallest(self, number: int) -> int:
         """The smallest `number` of all ranks."""
         return number

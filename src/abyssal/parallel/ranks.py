@@ -108,11 +108,6 @@ class RankComm(Comm):
             self._meet(rows.stop - rows.start)
 
     def idle(self, take_part: Callable[[], None]) -> bool:
-        """A step without tokens on this rank, if any other rank that shares its experts has some.
-
-        Returns:
-            Whether all of them are idle and know of the same requests: the next one is then told to each, so that each may wait.
-        """
         if not self.mesh.in_step:
             self.all_stopping = self.stopping
             return True
