@@ -133,10 +133,12 @@ def test_a_replica_without_anything_to_do_takes_part(mesh: dict[str, int], golde
 def test_preempted_sequences(mesh: dict[str, int], goldens: Callable[[str], Path], ranks: Pool) -> None:
     """Pages run out. Whether to copy or to compute again is one decision of a replica, though its ranks measure different speeds."""
     folder = str(goldens("v4_csa_w16"))
-    options = {"model": folder, "max_model_len": 2048, "max_num_batched_tokens": 256, "kv_cache_bytes": 5 << 20}
-    requests = [request(str(i), prompt(200 + i, 192, i), 400, temperature=0) for i in range(8)]
-    replicas = mesh.get("dp", 1)
-    given = [(options, requests[i::replicas]) for i in range(replicas)]
+    options = {"model": folder, "max_model_len": 512, "max_num_batched_tokens": 64, "kv_cache_bytes": 3 << 19}
+    options["enable_prefix_caching"] = False
+    given = [
+        (options, [request(f"{replica}-{i}", prompt(230 + i, 192, i), 40, temperature=0) for i in range(4)])
+        for replica in range(mesh.get("dp", 1))
+    ]
     answers = ranks.run(preempted_job, spread(mesh, given), **mesh)
     one = One(folder)
     for i, (tokens, counts) in enumerate(answers):
