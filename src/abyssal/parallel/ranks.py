@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -33,18 +35,13 @@ class RankComm(Comm):
         self.stopping = False  # this rank was told to end
         self.all_stopping = False  # as of the latest step, all ranks that share experts were
         self._counts: list[int] = []  # tokens that each rank of the expert group gives away in this step
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # under this name in every release
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = FOREVER
+        os.putenv("GLOO_SOCKET_IFNAME", _loopback())  # read by gloo itself: nothing listens to other machines
         file_store = dist.FileStore(str(store), mesh.size)
-        dist.init_process_group(
-            "gloo", store=file_store, rank=mesh.rank, world_size=mesh.size, pg_options=options, timeout=FOREVER
-        )
+        dist.init_process_group("gloo", store=file_store, rank=mesh.rank, world_size=mesh.size, timeout=FOREVER)
 
         def group(members: list[list[int]], *, data: bool) -> dist.ProcessGroup:
             """This rank's of a partition; every rank makes every group."""
-            nccl = data and cuda
-            kinds = {"backend": "nccl"} if nccl else {"backend": "gloo", "pg_options": options, "timeout": FOREVER}
+            kinds = {"backend": "nccl"} if data and cuda else {"backend": "gloo", "timeout": FOREVER}
             made = [dist.new_group(ranks, **kinds) for ranks in members]
             return next(g for g, ranks in zip(made, members, strict=True) if mesh.rank in ranks)
 
@@ -153,6 +150,10 @@ class RankComm(Comm):
 
     def agree(self, decision: bool) -> bool:
         return self.share(bytes([decision])) == b"\x01"
+
+
+def _loopback() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def _bytes(data: bytes) -> Tensor:
