@@ -85,7 +85,7 @@ def engine_config(comm: Comm, device: str, **options: Any) -> EngineConfig:
 
 def tokens_job(comm: Comm, device: str, prompts: list[list[int]]) -> dict[int, list[tuple[int, float]]]:
     """Prompt -> its tokens, each with the gap between the two best log-probabilities, of the prompts that this rank's replica was given."""
-    engine = Engine(engine_config(comm, device, kv_cache_bytes=1 << 30, max_model_len=4096), comm)
+    engine = Engine(engine_config(comm, device, kv_cache_bytes=1 << 30, max_model_len=4096), comm=comm)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=2)
     mine = range(comm.mesh.dp_rank, len(prompts), comm.mesh.dp)
     for index in mine:
@@ -137,10 +137,10 @@ def compare_tokens(gpus: list[int], device: str) -> dict[str, Any]:
 def slice_job(comm: Comm, device: str, folder: str, sequences: int) -> dict[str, Any]:
     """Decode `sequences` sequences on this rank's replica, all ranks at a time."""
     from abyssal.measure.records import add_running
-    from bench.slices import random_part
+    from bench.slices import random_weights
 
     config = engine_config(comm, device, model=folder, max_num_seqs=sequences, gpu_memory_utilization=0.95)
-    engine = Engine(config, comm, random_part)
+    engine = Engine(config, random_weights, comm)
     context = min(CONTEXT, engine.info.max_model_len - 200)
     names = add_running(engine, sequences, context)
     for _ in range(WARM_UP):

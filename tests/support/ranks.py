@@ -110,7 +110,7 @@ def preempted_job(
 
 def engine_of(comm: RankComm, options: dict[str, Any]) -> Engine:
     mesh = comm.mesh
-    return Engine(EngineConfig(**options, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep, device="cpu", num_threads=1), comm)
+    return Engine(EngineConfig(**options, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep, device="cpu", num_threads=1), comm=comm)
 
 
 def generate(engine: Engine, comm: RankComm, requests: list[EngineRequest]) -> dict[str, list[int]]:

@@ -76,16 +76,12 @@ class RankComm(Comm):
     # Experts
 
     def experts(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, local: LocalExperts) -> Tensor:
-        held = self.mesh.part("experts", num_experts)
-
-        def compute(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-            here = (experts >= held.start) & (experts < held.stop)
-            return local(x, torch.where(here, experts - held.start, -1), weights)
+        first = self.mesh.part("experts", num_experts).start
 
         if not self.mesh.in_step:
-            return compute(x, experts, weights)
+            return local(x, experts, weights, first)
         rows = self._rows(len(x))
-        given = exchange(x[rows], experts[rows], weights[rows], self._counts, self._ep_data, compute)
+        given = exchange(x[rows], experts[rows], weights[rows], self._counts, self._ep_data, lambda *rows: local(*rows, first))
         if self.mesh.tp == 1:
             return given
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -126,7 +122,6 @@ class RankComm(Comm):
     # Facts of a replica
 
     def share(self, data: bytes) -> bytes:
-        """`data` of the replica's first rank."""
         if self.mesh.tp == 1:
             return data
         first = self.mesh.dp_rank * self.mesh.tp
@@ -148,9 +143,6 @@ class RankComm(Comm):
         dist.all_reduce(value, dist.ReduceOp.MIN)
         return int(value)
 
-    def agree(self, decision: bool) -> bool:
-        return self.share(bytes([decision])) == b"\x01"
-
 
 def _loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
@@ -161,7 +153,12 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def exchange(
-    x: Tensor, experts: Tensor, weights: Tensor, counts: list[int], group: dist.ProcessGroup, compute: LocalExperts
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    counts: list[int],
+    group: dist.ProcessGroup,
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Give every rank this one's rows, compute all ranks' rows with the experts that are here, and add up what comes back.
 
@@ -169,7 +166,7 @@ def exchange(
     so all sizes are known before the step, and nothing waits for the device.
 
     Args:
-        x: [n, D]; experts int64 [n, k]; weights fp32 [n, k].
+        x: [n, D]; experts int [n, k]; weights fp32 [n, k].
         counts: rows of every rank of `group`; n for this one.
 
     Returns:
@@ -187,7 +184,7 @@ def exchange(
         ids.contiguous().view(torch.int32),
         scales.contiguous().view(torch.float32),
     )
-    out = compute(rows, ids.long(), scales)  # [total, D]
+    out = compute(rows, ids, scales)  # [total, D]
     returned = out.new_empty(ranks * mine, width)
     dist.all_to_all_single(returned, out, [mine] * ranks, counts, group=group)
     return returned.view(ranks, mine, width).sum(0)
