@@ -205,21 +205,29 @@ def experts_of(layer: ExpertLayer, start: int, stop: int) -> ExpertLayer:
     return replace(layer, w13=part(layer.w13), w2=part(layer.w2))
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_parts_of_several_ranks_make_up_the_layer(tokens: int) -> None:
-    layer = random_layer(128, 128, 6, 3, "fp4", 128)
-    x, ids = random_input(tokens, 128)
-    cuts = [kernels.prepare_experts(experts_of(layer, start, stop)) for start, stop in ((0, 2), (2, 6))]
-    chosen, weights = kernels.choices_of(x, ids, cuts[0])
-    total = kernels.shared_part(x, cuts[0]).float()
-    for first, cut in zip((0, 2), cuts, strict=True):
-        part = kernels.part_of_experts(x, chosen, weights, cut, first)
+def test_parts_of_several_ranks_make_up_the_experts() -> None:
+    """And a row without experts, which only fills up a batch."""
+    layer = random_layer(128, 128, 3, 2, "fp4", 128)
+    x, ids = random_input(3, 128)
+    chosen, weights = kernels.choices_of(x, ids, kernels.prepare_experts(layer))
+    chosen[2] = -1
+    total = torch.zeros(3, 128, device=DEVICE)
+    for first, stop in ((0, 1), (1, 3)):
+        cut = kernels.prepare_experts(experts_of(layer, first, stop))
+        part = kernels.part_of_experts(x, chosen, weights, cut, first, config=FEW)
         assert part.dtype == torch.float32
         total += part
-    assert_close(total.bfloat16(), run(layer, x, ids))
-    empty = kernels.choices_of(x[:0], ids[:0], cuts[0])
-    assert [t.shape for t in empty] == [(0, 3)] * 2 and kernels.part_of_experts(x[:0], *empty, cuts[0], 0).shape == (0, 128)
-    assert kernels.shared_part(x[:0], cuts[0]).shape == (0, 128)
+    expected = moe(x[:2], chosen[:2], weights[:2], layer.w13, layer.w2, layer.limit)
+    assert_close(total[:2].bfloat16(), expected.bfloat16())
+    assert total[2].eq(0).all()
+
+
+def test_ranks_without_tokens_launch_nothing() -> None:
+    experts = kernels.prepare_experts(random_layer(128, 128, 3, 2, "fp4", 128))
+    x, ids = random_input(0, 128)
+    chosen, weights = kernels.choices_of(x, ids, experts)
+    assert chosen.shape == weights.shape == (0, 2) and chosen.dtype == torch.int32
+    assert kernels.part_of_experts(x, chosen, weights, experts, 0).shape == kernels.shared_part(x, experts).shape == (0, 128)
 
 
 def test_kernels_take_any_sizes() -> None:

@@ -965,13 +965,15 @@ def choices_of(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Te
     return choice.experts, choice.weights
 
 
-def part_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int) -> Tensor:
+def part_of_experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int, *, config: MoeConfig | None = None
+) -> Tensor:
     """`abyssal.ops.moe.moe` for bf16: x [T, D], chosen int32 [T, k], weights fp32 [T, k] -> fp32 [T, D], of the experts that are here."""
     tokens, dim = x.shape
     if tokens == 0:
         return torch.empty(0, dim, dtype=torch.float32, device=x.device)
     here = experts.w13.shape[0]
-    config = moe_config(tokens * experts.k * here // experts.num_experts, here)
+    config = config or moe_config(tokens * experts.k * here // experts.num_experts, here)
     inputs = torch.empty(tokens, experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
     moe_input[(tokens,)](x, inputs, **_input_constants(dim, experts.w13, config.up), num_warps=4)
     return moe_total(routed_experts(Choice(chosen, weights, inputs), experts, config, first=first), None, None, dim)
@@ -1118,4 +1120,7 @@ def _routing_cases(name: str, dim: int, experts: int, tile: int) -> list[AotCase
         )
     total = {"outputs": "*bf16", "experts": "*i32", "shared": "*bf16", "token_ids": "*i64", "out": "*bf16", "first": "i32"}
     constants = {"E": experts, "N": dim, "D": dim, "CHOICES": 6, "WIDTH": 1024}
-    return [*cases, AotCase(f"moe_sum {name}", moe_sum, total, constants, aligned=("outputs", "shared", "out"))]
+    cases.append(AotCase(f"moe_sum {name}", moe_sum, total, constants, aligned=("outputs", "shared", "out")))
+    part = {"outputs": "*bf16", "experts": "*i32", "out": "*fp32", "first": "i32"}
+    constants |= {"shared": None, "token_ids": None}
+    return [*cases, AotCase(f"moe_sum {name} part", moe_sum, part, constants, aligned=("outputs", "out"))]
