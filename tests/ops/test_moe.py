@@ -252,7 +252,7 @@ def test_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("hashed", [False, True])
-@pytest.mark.parametrize(("tokens", "dim"), [(1, 256), (5, 300), (70, 256)])
+@pytest.mark.parametrize(("tokens", "dim"), [(5, 300), (70, 256)])
 def test_route_matches_the_reference(tokens: int, dim: int, hashed: bool) -> None:
     layer = random_layer(dim, 128, 40, 6, "plain", None, "plain", hashed=hashed)
     x, ids = random_input(tokens, dim)
@@ -285,7 +285,7 @@ def test_scores_of_extreme_logits_are_those_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize("skew", ["spread", "one expert", "half untouched", "other ranks"])
-@pytest.mark.parametrize(("tokens", "block"), [(1, 8), (300, 8), (300, 128)])
+@pytest.mark.parametrize(("tokens", "block"), [(1, 8), (50, 8), (50, 64)])
 def test_plan_sorts_choices_into_blocks(tokens: int, block: int, skew: str) -> None:
     experts, k, first = 12, 6, 4 if skew == "other ranks" else 0
     generator = torch.Generator().manual_seed(tokens)
@@ -299,7 +299,7 @@ def test_plan_sorts_choices_into_blocks(tokens: int, block: int, skew: str) -> N
     order, plan = (torch.full((n,), 1 << 20, dtype=torch.int32, device=DEVICE) for n in (choices, 3 * blocks))
     arrivals = torch.full((blocks, 4), 9, dtype=torch.int32, device=DEVICE)
     kernels.moe_plan[(experts + 1,)](
-        ids.int().to(DEVICE), order, plan, arrivals, choices, blocks, first, E=experts, EP=16, BLOCK=block, SPAN=256, ARRIVALS=4
+        ids.int().to(DEVICE), order, plan, arrivals, choices, blocks, first, E=experts, EP=16, BLOCK=block, SPAN=128, ARRIVALS=4
     )
     local = ids.flatten() - first
     lists = [[i for i, e in enumerate(local.tolist()) if e == expert] for expert in range(experts)]

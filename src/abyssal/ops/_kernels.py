@@ -224,7 +224,7 @@ class KernelOps:
         self, out: Tensor, rope: Tensor, prepared: products.PreparedLinear, groups: int, dtype: torch.dtype
     ) -> Tensor | products.QuantisedInput:
         tile = prepared.groups[0].tile
-        if tile is not None and products.takes_codes(len(out), prepared):
+        if tile is not None and products.takes_codes(len(out), prepared, groups):
             return output_quant_e4m3(out, rope, tile, groups)
         return output_quant(out, rope, tile, dtype).view(len(out), groups, -1)
 

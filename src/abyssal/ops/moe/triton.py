@@ -257,6 +257,13 @@ def rounded(x, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, quan
 
 # Weights as operands
 
+
+@triton.constexpr_function
+def row_words(columns: int, format: str) -> int:
+    """32-bit words of a row of weights."""
+    return columns // {"fp4": 8, "fp8": 4, "plain": 2}[format]
+
+
 FP4_ASM = tl.constexpr("""
 {
 .reg .b32 m, s, o;
@@ -392,24 +399,23 @@ def _plain_input_tile(x, live, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(w, s, at, TILES: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr):
-    """Words and scale words of CHUNKS steps of 128 columns, from step `at`; w: a tuple of pointers [16, 1], s: of [16]."""
+def _load_weights(w, s, row, gap, at, K, TILES, CHUNKS, FORMAT):
+    """Words and scale words of CHUNKS steps of 128 columns, from step `at`; tile t has the rows `row` + t `gap` of the matrix at w."""
+    WORDS: tl.constexpr = row_words(K, FORMAT)
     PARTS: tl.constexpr = 1 if FORMAT == "fp4" else 2 if FORMAT == "fp8" else 4
     column = tl.arange(0, 16)[None, :] + at * (16 * PARTS)
     data, scales = (), ()
     for chunk in tl.static_range(CHUNKS):
         for tile in tl.static_range(TILES):
             for part in tl.static_range(PARTS):
-                data = data + (tl.load(w[tile] + column + (chunk * PARTS + part) * 16),)
+                data = data + (tl.load(w + (row + tile * gap)[:, None] * WORDS + column + (chunk * PARTS + part) * 16),)
             if FORMAT != "plain":
-                scales = scales + (tl.load(s[tile] + at + chunk),)
+                scales = scales + (tl.load(s + (row + tile * gap) * (K // 128) + at + chunk),)
     return data, scales
 
 
 @triton.jit
-def _multiply(
-    sums, data, scales, x, live, TILES: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+def _multiply(sums, data, scales, x, live, TILES, CHUNKS, FORMAT, TOKENS):
     """sums: a tuple of fp32 [16, TOKENS], one per tile, plus what `_load_weights` gave times the input at pointers x [TOKENS, 1]."""
     PARTS: tl.constexpr = 1 if FORMAT == "fp4" else 2 if FORMAT == "fp8" else 4
     for chunk in tl.static_range(CHUNKS):
@@ -442,16 +448,25 @@ def _multiply(
 
 
 @triton.jit
-def _products(
-    w, s, x, live, STEPS: tl.constexpr, TILES: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """TILES products of 16 rows of weights with the input's rows -> a tuple of fp32 [16, TOKENS]; the next loads run ahead."""
+def _zeros(TILES, TOKENS):
     sums = ()
     for _ in tl.static_range(TILES):
         sums = sums + (tl.zeros((16, TOKENS), tl.float32),)
-    data, scales = _load_weights(w, s, 0, TILES, CHUNKS, FORMAT)
+    return sums
+
+
+@triton.jit
+def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS):
+    """Products of the input's rows with TILES times 16 rows of weights, those of tile t are `row` + t `gap` of the matrix at w.
+
+    Returns a tuple of fp32 [16, TOKENS]. The loads of the next step run ahead.
+    """
+    STEPS: tl.constexpr = K // 128 // CHUNKS
+    sums = _zeros(TILES, TOKENS)
+    data, scales = _load_weights(w, s, row, gap, 0, K, TILES, CHUNKS, FORMAT)
     for step in range(STEPS):
-        later, later_scales = _load_weights(w, s, tl.minimum(step + 1, STEPS - 1) * CHUNKS, TILES, CHUNKS, FORMAT)
+        ahead = tl.minimum(step + 1, STEPS - 1) * CHUNKS
+        later, later_scales = _load_weights(w, s, row, gap, ahead, K, TILES, CHUNKS, FORMAT)
         sums = _multiply(sums, data, scales, x + step * (CHUNKS * 128), live, TILES, CHUNKS, FORMAT, TOKENS)
         data, scales = later, later_scales
     return sums
@@ -505,6 +520,25 @@ def _softplus(z):
     return tl.where(z > 20.0, z, tl.maximum(z, 0.0) + 2.0 * a * series)
 
 
+@triton.jit
+def _add_logits(total, gate, x, start, live, D, DP, EP, PARTS, TILES, TOKENS):
+    """Add the products of 256 columns from `start` to a tuple of fp32 [16, TOKENS]; gate: pointers [16, 16] to words of them."""
+    sums = _zeros(TILES, TOKENS)
+    for part in tl.static_range(PARTS):
+        for column in tl.static_range(0, 256, 32):
+            at = start + column + tl.arange(0, 32)[None, :]
+            operand = _plain_input_tile(x + at, live if D == DP else live & (at < D), TOKENS)
+            new = ()
+            for tile in tl.static_range(TILES):
+                a, b = _unpack_plain(tl.load(gate + (part * EP + tile * 16) * (DP // 2) + column // 2))
+                new = new + (tl.dot(_plain_tile(a, b, 16, 1), operand, sums[tile]),)
+            sums = new
+    new = ()
+    for tile in tl.static_range(TILES):
+        new = new + (total[tile] + sums[tile],)
+    return new
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def moe_logits(
     x, gate, partials, tokens, inverse_temperature,
@@ -520,29 +554,13 @@ def moe_logits(
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     live = (token < tokens)[:, None]
     row = tl.arange(0, 16)
-    total = ()
-    for _ in tl.static_range(TILES):
-        total = total + (tl.zeros((16, TOKENS), tl.float32),)
+    total = _zeros(TILES, TOKENS)
+    rows = gate + (expert + row)[:, None] * (DP // 2) + tl.arange(0, 16)[None, :]
     for step in range(RUN):
         start = (run * RUN + step) * 256
-        sums = ()
-        for _ in tl.static_range(TILES):
-            sums = sums + (tl.zeros((16, TOKENS), tl.float32),)
-        for part in tl.static_range(PARTS):
-            for column in tl.static_range(0, 256, 32):
-                at = start + column + tl.arange(0, 32)[None, :]
-                kept = live if D == DP else live & (at < D)
-                operand = _plain_input_tile(x + token.to(tl.int64)[:, None] * D + at, kept, TOKENS)
-                new = ()
-                for tile in tl.static_range(TILES):
-                    word = (start + column) // 2 + tl.arange(0, 16)[None, :]
-                    a, b = _unpack_plain(tl.load(gate + (part * EP + expert + tile * 16 + row)[:, None] * (DP // 2) + word))
-                    new = new + (tl.dot(_plain_tile(a, b, 16, 1), operand, sums[tile]),)
-                sums = new
-        new = ()
-        for tile in tl.static_range(TILES):
-            new = new + (total[tile] + sums[tile],)
-        total = new
+        total = _add_logits(
+            total, rows + start // 2, x + token.to(tl.int64)[:, None] * D, start, live, D, DP, EP, PARTS, TILES, TOKENS
+        )
     here = partials + (run.to(tl.int64) * tokens + token[None, :]) * EP + expert
     for tile in tl.static_range(TILES):
         tl.store(here + tile * 16 + row[:, None], total[tile] * inverse_temperature, mask=(token < tokens)[None, :])
@@ -567,7 +585,7 @@ def moe_route(
     identity = tl.load(token_ids + token)
     _store_input(x + token * D, inputs + token * DP, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
     scores = tl.sqrt_rn(_softplus(z))
-    taken = tl.arange(0, CHOICES_PADDED(CHOICES))
+    taken = tl.arange(0, padded_choices(CHOICES))
     chosen = tl.full(taken.shape, -1, tl.int32)
     values = tl.zeros(taken.shape, tl.float32)
     total = 0.0
@@ -590,7 +608,7 @@ def moe_route(
 
 
 @triton.constexpr_function
-def CHOICES_PADDED(choices: int) -> int:
+def padded_choices(choices: int) -> int:
     return triton.next_power_of_2(choices)
 
 
@@ -710,7 +728,7 @@ def moe_up(
         token = choice // CHOICES
         weight = tl.load(weights + choice, mask=kept, other=0.0)[None, :]
     x = inputs + token.to(tl.int64)[:, None] * K
-    WORDS: tl.constexpr = K // 8 if FORMAT == "fp4" else K // 4 if FORMAT == "fp8" else K // 2
+    WORDS: tl.constexpr = row_words(K, FORMAT)
     w += expert.to(tl.int64) * (2 * I * WORDS) if plan is not None else 0
     if FORMAT != "plain":
         s += expert.to(tl.int64) * (2 * I * (K // 128)) if plan is not None else 0
@@ -719,11 +737,7 @@ def moe_up(
     if WARPS == 1:
         row = tl.arange(0, 16)
         row = first + row % 8 + row // 8 * I
-        data, scales = (), ()
-        for tile in tl.static_range(ROWS // 16):
-            data = data + (w + (row + tile * 8)[:, None] * WORDS,)
-            scales = scales + (s if FORMAT == "plain" else s + (row + tile * 8) * (K // 128),)
-        sums = _products(data, scales, x, kept[:, None], K // 128 // CHUNKS, ROWS // 16, CHUNKS, FORMAT, TOKENS)
+        sums = _products(w, s, row, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS)
         for tile in tl.static_range(ROWS // 16):
             value = _swiglu(sums[tile] * BIAS, weight, limit, 8, TOKENS)
             column = first + tile * 8 + tl.arange(0, 8)[:, None]
@@ -765,7 +779,7 @@ def moe_down(
     kept = places < end
     choice = places if plan is None else tl.load(order + places, mask=kept, other=0)
     x = hidden + places.to(tl.int64)[:, None] * K
-    WORDS: tl.constexpr = K // 8 if FORMAT == "fp4" else K // 4 if FORMAT == "fp8" else K // 2
+    WORDS: tl.constexpr = row_words(K, FORMAT)
     w += expert.to(tl.int64) * (N * WORDS) if plan is not None else 0
     if FORMAT != "plain":
         s += expert.to(tl.int64) * (N * (K // 128)) if plan is not None else 0
@@ -773,11 +787,7 @@ def moe_down(
     to_output = outputs + choice.to(tl.int64)[None, :] * N + first
     if WARPS == 1:
         row = first + tl.arange(0, 16)
-        data, scales = (), ()
-        for tile in tl.static_range(ROWS // 16):
-            data = data + (w + (row + tile * 16)[:, None] * WORDS,)
-            scales = scales + (s if FORMAT == "plain" else s + (row + tile * 16) * (K // 128),)
-        sums = _products(data, scales, x, kept[:, None], K // 128 // CHUNKS, ROWS // 16, CHUNKS, FORMAT, TOKENS)
+        sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS)
         for tile in tl.static_range(ROWS // 16):
             value = to_bf16(sums[tile] * BIAS)
             tl.store(to_output + tile * 16 + tl.arange(0, 16)[:, None], value, mask=kept[None, :])
