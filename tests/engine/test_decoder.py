@@ -21,7 +21,7 @@ from abyssal.engine.sampler import SamplerState, sample_plain
 from abyssal.engine.sequence import Sequence
 from abyssal.errors import EngineDeadError
 from abyssal.kv.batch import Chunk
-from abyssal.kv.pool import NO_PAGE
+from abyssal.kv.pool import NO_PAGE, SequenceCache
 from abyssal.ops._kernels import KernelOps
 from tests.engine import test_engine
 from tests.engine.test_engine import MIB, alone, assert_drained, drain, engine, greedy, prompt
@@ -243,19 +243,21 @@ def test_a_step_that_cannot_be_launched_ends_its_culprit_only(
     updates = eng.step()
     doomed = eng.scheduler.running[1].cache
 
-    def plant(cls: type) -> None:
-        call = cls.__call__
+    step, call = Decoder.step, runner.Runner.__call__
 
-        def break_on_b(self: Any, chunks: list[Chunk], *rest: Any) -> torch.Tensor:
-            if any(c.cache is doomed and c.end == 10 + 12 for c in chunks):
-                raise ValueError("planted")
-            return call(self, chunks, *rest)
+    def break_on_b(self: Decoder, caches: list[SequenceCache], positions: list[int], token_ids: Any) -> torch.Tensor:
+        if any(cache is doomed and start == 10 + 11 for cache, start in zip(caches, positions, strict=True)):
+            raise ValueError("planted")
+        return step(self, caches, positions, token_ids)
 
-        monkeypatch.setattr(cls, "__call__", break_on_b)
+    def break_alone_too(self: runner.Runner, chunks: list[Chunk], rows: list[int]) -> torch.Tensor:
+        if any(c.cache is doomed and c.end == 10 + 12 for c in chunks):
+            raise ValueError("planted")
+        return call(self, chunks, rows)
 
-    plant(Decoder)
+    monkeypatch.setattr(Decoder, "step", break_on_b)
     if lasting:
-        plant(runner.Runner)
+        monkeypatch.setattr(runner.Runner, "__call__", break_alone_too)
     while eng.has_unfinished():
         updates += eng.step()
     tokens = {name: [t for u in updates if u.request_id == name for t in u.token_ids] for name in "abc"}
@@ -276,7 +278,7 @@ def test_a_lost_device_stops_the_engine(where: str, ahead: Path, monkeypatch: py
     def fault(*_: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(*((Decoder, "__call__", fault) if where == "launch" else (Flight, "land", fault)))
+    monkeypatch.setattr(*((Decoder, "step", fault) if where == "launch" else (Flight, "land", fault)))
     with pytest.raises(EngineDeadError, match="illegal memory access"):
         eng.step()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -89,6 +91,18 @@ def test_a_token_does_not_depend_on_its_batch():
     for t in range(0, 40, 7):
         alone = moe(x[t : t + 1], experts[t : t + 1], weights[t : t + 1], w13, w2, 10.0)
         torch.testing.assert_close(together[t : t + 1], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_that_are_elsewhere_give_nothing():
+    torch.manual_seed(0)
+    x, w13, w2 = torch.randn(9, 16), plain(torch.randn(6, 24, 16)), plain(torch.randn(6, 16, 12))
+    experts, weights = torch.stack([torch.randperm(6)[:3] for _ in range(9)]), torch.rand(9, 3)
+    experts[4], experts[5, 1] = -1, -1  # rows that only fill up a batch, and choices of nothing
+    whole = moe(x, experts, weights, w13, w2, 10.0)
+    cuts = [(0, 1), (1, 4), (4, 6)]
+    parts = [moe(x, experts, weights, plain(w13.data[a:b]), plain(w2.data[a:b]), 10.0, a) for a, b in cuts]
+    torch.testing.assert_close(sum(parts), whole)
+    assert whole[4].eq(0).all() and moe(x[:0], experts[:0], weights[:0], w13, w2, 10.0).shape == (0, 16)
 
 
 # Kernels
@@ -179,6 +193,41 @@ def test_kernels_match_the_reference(kind: str, shared: str, tile: int | None, k
     layer = random_layer(128, 128, 3, k, kind, tile, shared)
     x, ids = random_input(2, 128)
     assert_close(run(layer, x, ids, config), expert_layer(x, ids, layer))
+
+
+def experts_of(layer: ExpertLayer, start: int, stop: int) -> ExpertLayer:
+    """The layer of a rank that holds some of the experts."""
+
+    def part(weight: LinearWeight) -> LinearWeight:
+        assert weight.scale is not None
+        return replace(weight, data=weight.data[start:stop].contiguous(), scale=weight.scale[start:stop].contiguous())
+
+    return replace(layer, w13=part(layer.w13), w2=part(layer.w2))
+
+
+def test_parts_of_several_ranks_make_up_the_experts() -> None:
+    """And a row without experts, which only fills up a batch."""
+    layer = random_layer(128, 128, 3, 2, "fp4", 128)
+    x, ids = random_input(3, 128)
+    chosen, weights = kernels.choices_of(x, ids, kernels.prepare_experts(layer))
+    chosen[2] = -1
+    total = torch.zeros(3, 128, device=DEVICE)
+    for first, stop in ((0, 1), (1, 3)):
+        cut = kernels.prepare_experts(experts_of(layer, first, stop))
+        part = kernels.part_of_experts(x, chosen, weights, cut, first, config=FEW)
+        assert part.dtype == torch.float32
+        total += part
+    expected = moe(x[:2], chosen[:2], weights[:2], layer.w13, layer.w2, layer.limit)
+    assert_close(total[:2].bfloat16(), expected.bfloat16())
+    assert total[2].eq(0).all()
+
+
+def test_ranks_without_tokens_launch_nothing() -> None:
+    experts = kernels.prepare_experts(random_layer(128, 128, 3, 2, "fp4", 128))
+    x, ids = random_input(0, 128)
+    chosen, weights = kernels.choices_of(x, ids, experts)
+    assert chosen.shape == weights.shape == (0, 2) and chosen.dtype == torch.int32
+    assert kernels.part_of_experts(x, chosen, weights, experts, 0).shape == kernels.shared_part(x, experts).shape == (0, 128)
 
 
 def test_kernels_take_any_sizes() -> None:

@@ -24,11 +24,11 @@ from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
 from abyssal.engine.swap import SwapSpace
 from abyssal.errors import EngineDeadError, RequestError
-from abyssal.kv.batch import Chunk
 from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
 from abyssal.ops._select import find_gpu
+from abyssal.parallel.comm import ALONE, Comm
 from abyssal.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("abyssal")
 
 Scheduled = list[tuple[Sequence, int]]
+MOST_SHORTAGES = 3  # times that a sequence may run out of memory alone: another process may have had it for a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,13 @@ class EngineStats:
 class Engine:
     """Continuous batching over one `Runner`. Not thread-safe: one thread adds, aborts and steps."""
 
-    def __init__(self, config: EngineConfig, load: LoadWeights = load_weights) -> None:
-        """`load` reads the weights; a benchmark makes them up."""
+    def __init__(self, config: EngineConfig, load: LoadWeights = load_weights, comm: Comm = ALONE) -> None:
+        """
+        Args:
+            load: reads the weights; a benchmark makes them up.
+            comm: of several ranks each has an engine; those of one replica are given the same requests and steps.
+        """
+        self.comm = comm
         folder = resolve_model(config.model)
         model_config = load_model_config(folder)
         self.config = resolve(config, model_config, torch.cuda.is_available(), find_gpu())
@@ -93,7 +99,7 @@ class Engine:
             torch.set_num_threads(self.config.num_threads)
         # For callers in this process; here it tells which ids mean something, and which end a text.
         self.tokenizer = tokenizer = Tokenizer.load(folder, model_config.vocab_size)
-        self.runner = Runner(folder, model_config, self.config, tokenizer, load)
+        self.runner = Runner(folder, model_config, self.config, tokenizer, load, comm)
         self.cache = self.runner.cache
         eos = model_config.eos_token_ids
         self.info = EngineInfo(
@@ -110,7 +116,7 @@ class Engine:
             sampling_defaults=load_generation_defaults(folder)[1],
             image_token_id=model_config.image_token_id,
         )
-        self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes)
+        self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes, comm.agree)
         self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._sequences: dict[str, Sequence] = {}
         self._flight: Flight | None = None  # a decode step whose tokens nobody has asked for yet
@@ -261,6 +267,9 @@ class Engine:
             return landed + self._launch([seq for seq, _ in scheduled], None)
         return landed + self._run(scheduled)
 
+    def close(self) -> None:
+        """Nothing is to be ended: weights and caches go with the object."""
+
     def stats(self) -> EngineStats:
         pools = self.cache.pools
         return EngineStats(
@@ -304,6 +313,7 @@ class Engine:
 
     def _recover(self, scheduled: Scheduled, error: Exception) -> list[RequestUpdate]:
         """The step of `scheduled` failed with `error`."""
+        self._require_alone(f"{type(error).__name__}: {error}")
         if len(scheduled) == 1:
             log.error("request %s failed", scheduled[0][0].request.request_id, exc_info=error)
             return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
@@ -315,17 +325,30 @@ class Engine:
             seq.num_computed = 0
         return [update for seq, end in ends for update in self._recompute(seq, end)]
 
+    def _require_alone(self, why: str) -> None:
+        """A step that failed can be computed again by a rank that is alone; others are in the middle of it, and would wait.
+
+        Raises:
+            EngineDeadError: there are others.
+        """
+        if self.comm.mesh.size > 1:
+            raise EngineDeadError(f"a step failed on rank {self.comm.mesh.rank}: {why}")
+
     def _shrink(self, scheduled: Scheduled) -> list[RequestUpdate]:
         """The step did not fit into memory: its sequences are computed again, in smaller steps.
 
-        Only a sequence that ran out of memory alone, with a single token, ends.
+        A sequence ends only when it has run out of memory several times alone, with a single token.
         """
+        self._require_alone("out of memory; lower max_num_batched_tokens or gpu_memory_utilization")
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()
-        smallest = self.scheduler.budget.tokens == 1
-        self.scheduler.budget.exceeded(sum(count for _, count in scheduled))
-        if smallest:
-            return [self._fail(seq, "out of memory: not even one token can be computed at this length") for seq, _ in scheduled]
+        tokens = sum(count for _, count in scheduled)
+        self.scheduler.budget.exceeded(tokens)
+        if tokens == 1:
+            (seq, _), *_ = scheduled
+            seq.num_shortages += 1
+            if seq.num_shortages == MOST_SHORTAGES:
+                return [self._fail(seq, f"out of memory: not even one token fits behind {seq.num_computed}; shorten the request")]
         self.scheduler.restart([seq for seq, _ in scheduled])
         return []
 
@@ -356,17 +379,23 @@ class Engine:
 
     def _launch(self, sequences: list[Sequence], before: Flight | None) -> list[RequestUpdate]:
         """Launch a decode step of `sequences`, whose pages are allocated, then wait for `before`, from which it takes its tokens."""
-        broken: Exception | None = None
+        broken, out_of_memory = None, False
         try:
             self._flight = self._take_off(sequences, before)
+            self.scheduler.budget.fits()
+        except torch.OutOfMemoryError as error:
+            log.warning("a step of %d sequences ran out of memory: %s", len(sequences), error)
+            out_of_memory = True
         except Exception as error:
             if _device_lost(error):
                 raise EngineDeadError(f"the device failed: {error}") from error
             broken = error
         updates = [] if before is None else self._land(before)
-        if broken is not None:
-            left = [(seq, 1) for seq in sequences if self._is_unfinished(seq)]
-            updates += self._shrink(left) if isinstance(broken, torch.OutOfMemoryError) else self._recover(left, broken)
+        left = [(seq, 1) for seq in sequences if self._is_unfinished(seq)]
+        if out_of_memory and left:
+            updates += self._shrink(left)
+        elif broken is not None:
+            updates += self._recover(left, broken)
         return updates
 
     @torch.inference_mode()
@@ -375,13 +404,9 @@ class Engine:
         assert decoder is not None, "steps are launched ahead by the decoder only"
         ahead = int(before is not None)
         positions = [seq.num_computed + ahead for seq in sequences]
-        if before is None:
-            chunks = [Chunk(seq.token_ids[-1:], start, seq.cache) for seq, start in zip(sequences, positions, strict=True)]
-            tokens = None
-        else:
-            chunks = [Chunk([0], start, seq.cache) for seq, start in zip(sequences, positions, strict=True)]
-            tokens = before.tokens_of(sequences)
-        result = sample_plain(decoder(chunks, tokens), [seq.sampler for seq in sequences], ahead)
+        tokens = [seq.token_ids[-1] for seq in sequences] if before is None else before.tokens_of(sequences)
+        logits = decoder.step([seq.cache for seq in sequences], positions, tokens)
+        result = sample_plain(logits, [seq.sampler for seq in sequences], ahead)
         return Flight.launched(sequences, positions, result)
 
     def _follow(self, flight: Flight) -> list[RequestUpdate]:
@@ -402,10 +427,8 @@ class Engine:
         if len(flying) != len(scheduler.running):
             return []
         going_on = [seq for seq in flying if seq.num_output + 1 < seq.max_new_tokens]
-        for seq in going_on:
-            if not self.cache.allocate(seq.cache, seq.num_computed + 1, seq.num_computed + 2):
-                return []
-        return going_on
+        fits = self.cache.allocate_next([seq.cache for seq in going_on], [seq.num_computed + 1 for seq in going_on])
+        return going_on if fits else []
 
     def _land(self, flight: Flight) -> list[RequestUpdate]:
         """Wait for `flight` and report its tokens; those of requests that ended or gave up their pages since are dropped."""
@@ -413,12 +436,16 @@ class Engine:
             tokens, usable = flight.land()
         except RuntimeError as error:
             raise EngineDeadError(f"the device failed: {error}") from error
-        updates = []
-        for (seq, start), token, ok in zip(flight, tokens, usable, strict=True):
-            if self._is_at(seq, start):
-                update = self._commit(seq, 1, SampledToken(token) if ok else unusable())
-                updates += [] if update is None else [update]
-        return updates
+        present = [i for i, (seq, start) in enumerate(flight) if self._is_at(seq, start)]
+        landed = [flight.sequences[i] for i in present]
+        drawn = [SampledToken(tokens[i]) if usable[i] else unusable() for i in present]
+        ends = [flight.positions[i] + 1 for i in present]
+        for seq, end in zip(landed, ends, strict=True):
+            seq.num_computed = end
+            self._prompt_tokens += end <= len(seq.request.prompt_ids)
+            self.cache.commit(seq.cache, seq.token_ids, end)
+        self.cache.release_passed([seq.cache for seq in landed], ends)
+        return [u for seq, token in zip(landed, drawn, strict=True) if (u := self._take(seq, token))]
 
     def _land_between_steps(self) -> None:
         """Have the host know what the device knows."""
@@ -472,8 +499,10 @@ class Engine:
         self.cache.commit(seq.cache, seq.token_ids, seq.num_computed)
         self.cache.release_unneeded(seq.cache, seq.num_computed)
         self._prompt_tokens += max(0, min(seq.num_computed, len(seq.request.prompt_ids)) - first_computed)
-        if token is None:
-            return None
+        return None if token is None else self._take(seq, token)
+
+    def _take(self, seq: Sequence, token: SampledToken) -> RequestUpdate:
+        """Add the token that `seq` has drawn, and end it where that is its last."""
         if token.error is not None:
             return self._fail(seq, token.error)
         seq.token_ids.append(token.token_id)
@@ -511,6 +540,7 @@ class Engine:
 
 _PRINTED_OPTIONS = (
     "device", "dtype", "kv_layout", "compressed_kv_layout", "index_layout", "backend", "max_num_seqs", "max_num_batched_tokens",
+    "dp", "tp", "ep",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Messages between the API process and the engine process: msgpack over one socket pair."""
+"""Messages between a front and the engine processes: msgpack over one socket pair for each."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ class Abort(msgspec.Struct, tag=True):
     request_id: str
 
 
+class Score(msgspec.Struct, tag=True):
+    """Compute logits, as `Engine.score`."""
+
+    token_ids: list[int]
+    chunk_sizes: list[int]
+    rows: list[int]
+    reuse_prefix: bool
+
+
+class Wake(msgspec.Struct, tag=True):
+    """Another replica that shares this one's experts was given a request: its steps are this one's too."""
+
+
 class Stop(msgspec.Struct, tag=True):
     """End the engine process."""
 
@@ -38,12 +51,24 @@ class Progress(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
+class Scored(msgspec.Struct, tag=True):
+    """The answer to `Score`."""
+
+    logits: bytes  # fp32, row after row
+    error: str | None = None
+    param: str | None = None  # field of the request at fault
+
+
 class Dead(msgspec.Struct, tag=True):
     """The engine could not be loaded, or cannot go on."""
 
     reason: str
 
 
+Command = Add | Abort | Score | Wake | Stop
+Event = Ready | Progress | Scored | Dead
+
 encode = msgspec.msgpack.Encoder().encode
-decode_command = msgspec.msgpack.Decoder(Add | Abort | Stop).decode
-decode_event = msgspec.msgpack.Decoder(Ready | Progress | Dead).decode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_commands = msgspec.msgpack.Decoder(list[Command]).decode
+decode_event = msgspec.msgpack.Decoder(Event).decode

@@ -32,7 +32,8 @@ from abyssal.ops.hyper_connection import MixWeights, Site
 
 STREAMS = 4
 # One token's row of partial sums: comb at 0, post at 16, pre at 20; from 24 with the site's own pre G 00, 11, 22, 33, 01, 02, 03,
-# 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2; in two launches sum z^2 only.
+# 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2; in two launches sum z^2 only. A relayed row: pre at 0, 1 / rms of the
+# collapsed vector at 4, and from 8 the first 32 of these sums, complete.
 ROW = tl.constexpr(40)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -91,6 +92,14 @@ class LaunchConfig:
         """Programs that run at the same time on `num_sms` multiprocessors of 65536 registers."""
         return num_sms * (65536 // (32 * self.num_warps * -(-self.registers // 8) * 8))
 
+    def may_wait(self, tokens: int, num_sms: int) -> bool:
+        """Whether programs may wait for their group: all run at the same time, or two groups do and the others come later.
+
+        The device starts programs in the order of their numbers, so that the oldest group always runs as a whole.
+        """
+        needed = self.programs(tokens)
+        return min(needed, 2 * self.splits if self.relay else needed) <= self.resident(num_sms)
+
     @property
     def relay(self) -> bool:
         """Whether the sums of a token go to one program of its group and from there to the others, in one launch."""
@@ -105,7 +114,7 @@ class LaunchConfig:
 
 
 def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = True) -> LaunchConfig:
-    """One launch where it may and all its programs run at the same time; otherwise two, in as few waves as the token count allows."""
+    """One launch where it may and its programs may wait for each other; otherwise two, in as few waves as the token count allows."""
     if hidden % 16:
         raise ValueError(f"hidden size {hidden} is no multiple of 16: this kernel does not support it; use the reference backend")
     for limit, single, block_tokens, block_hidden, num_warps, num_stages, registers in LAUNCHES:
@@ -114,7 +123,7 @@ def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = Tru
         if single and one_launch and tokens <= limit:
             splits = hidden // block_hidden
             config = LaunchConfig(block_tokens, block_hidden, splits, 1, num_warps, num_stages, registers, True)
-            if config.programs(tokens) <= config.resident(num_sms):
+            if config.may_wait(tokens, num_sms):
                 return config
         if not single and tokens <= limit:
             return two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
@@ -430,12 +439,36 @@ def _collapse(n, pre):
 
 
 @triton.jit
-def _project(sums, n, high, low):
-    """sums[k] [BT, 32] += n[k] fn[k]^T over the columns at hand: one sum per stream, because a chain of products waits on itself."""
-    new = ()
+def _load_weights(fn, d, D: tl.constexpr, ROWS: tl.constexpr):
+    """Four tensors [BD, 64], one per stream: the high halves of the weights in columns 0 to 31, the low ones in 32 to 63."""
+    column = tl.arange(0, 64) % 32
+    first: tl.constexpr = 24 - ROWS
+    has = (column >= first) & (column < 24)
+    row = tl.arange(0, 64) // 32 * ROWS + column - first
+    return _load4(fn, row[None, :] * (4 * D) + d[:, None], D, has[None, :])
+
+
+@triton.jit
+def _project(products, n, weights):
+    """products [BT, 64] += n fn^T over the columns at hand."""
     for k in tl.static_range(4):
-        new = new + (tl.dot(n[k], low[k], tl.dot(n[k], high[k], sums[k])),)
-    return new
+        products = tl.dot(n[k], weights[k], products)
+    return products
+
+
+@triton.jit
+def _project_apart(n, high, low):
+    """The same of few tokens, high and low halves added, [BT, 32]: a sum per stream, because a chain of small products waits on itself."""
+    products = ()
+    none = tl.zeros((n[0].shape[0], 32), tl.float32)
+    for k in tl.static_range(4):
+        products = products + (tl.dot(n[k], low[k], tl.dot(n[k], high[k], none)),)
+    return (products[0] + products[1]) + (products[2] + products[3])
+
+
+@triton.jit
+def _add_halves(products):
+    return tl.sum(tl.reshape(products, (products.shape[0], 2, 32)), axis=1)
 
 
 @triton.jit
@@ -698,10 +731,13 @@ def hyper_connection_site(
     coefficient = tl.arange(0, 32)
     first: tl.constexpr = 24 - ROWS
     if ROWS > 0:
-        has = ((coefficient >= first) & (coefficient < 24))[None, :]
-        weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
-        high = _load4(fn, weight_at, D, has)
-        low = _load4(fn + ROWS * 4 * D, weight_at, D, has)
+        if BT >= 64:
+            weights = _load_weights(fn, d, D, ROWS)
+        else:
+            has = ((coefficient >= first) & (coefficient < 24))[None, :]
+            weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
+            high = _load4(fn, weight_at, D, has)
+            low = _load4(fn + ROWS * 4 * D, weight_at, D, has)
         all_base, all_scale = _load_affine(base, scale, ROWS)
         pre_base, pre_scale = _load_pre_affine(base, scale, ROWS)
     norm = tl.load(norm_weight + d)[None, :]
@@ -718,9 +754,10 @@ def hyper_connection_site(
         _store_each(streams + start * (4 * D) + at, n, D, mask)
     row = partials + (split * BT + local)[:, None] * ROW
     if ROWS > 0:
-        none = tl.zeros((BT, 32), tl.float32)
-        products = _project((none, none, none, none), n, high, low)
-        products = (products[0] + products[1]) + (products[2] + products[3])
+        if BT >= 64:
+            products = _add_halves(_project(tl.zeros((BT, 64), tl.float32), n, weights))
+        else:
+            products = _project_apart(n, high, low)
         tl.store(row + coefficient[None, :], products, mask=mask & (coefficient < 24)[None, :])
     if OWN_PRE:
         sums = _gram(n)
@@ -746,14 +783,18 @@ def hyper_connection_site(
             if SPLITS > 1:
                 _await(arrivals, before)
             owned_row = relay + (first_owned + tl.arange(0, OWNED)) * ROW
+            if ROWS > 0:
+                owned = _gather(partials, first_owned, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED)
             if OWN_PRE:
-                owned_sums = _sum_gathered(_gather(partials, first_owned, rows, 20, OWNED, 16, BT, SPLITS, CHUNK_OWNED), 16)
-                own, owned_factor = _own_pre(owned_sums, pre_base, pre_scale, rms_eps, eps, D)
+                gathered = _gather(partials, first_owned, rows, 20, OWNED, 16, BT, SPLITS, CHUNK_OWNED)
+                own, owned_factor = _own_pre(_sum_gathered(gathered, 16), pre_base, pre_scale, rms_eps, eps, D)
                 _store_each(owned_row, own, 1, None)
             else:
-                squares = tl.sum(_gather(partials, first_owned, rows, 25, OWNED, 1, BT, SPLITS, CHUNK_OWNED), axis=0)
-                owned_factor = 1.0 / tl.sqrt(squares / D + rms_eps)
+                owned_square = tl.sum(_gather(partials, first_owned, rows, 25, OWNED, 1, BT, SPLITS, CHUNK_OWNED), axis=0)
+                owned_factor = 1.0 / tl.sqrt(owned_square / D + rms_eps)
             tl.store(owned_row + 4, owned_factor)
+            if ROWS > 0:
+                tl.store(owned_row[:, None] + 8 + coefficient[None, :], _sum_gathered(owned, 32))
             if SPLITS > 1:
                 _arrive(arrivals + 1, split == 0, BT // OWNED)
         if SPLITS > 1:
@@ -763,8 +804,6 @@ def hyper_connection_site(
         if OWN_PRE:
             y = _collapse(n, _load4(relay + local[:, None] * ROW, 0, 1, None))
         factor = tl.load(relay + local * ROW + 4)
-        if ROWS > 0:
-            owned = _gather(partials, first_owned, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED)
     else:
         if SPLITS > 1:
             _await(arrivals + group, _arrive(arrivals + group, split == 0, SPLITS))
@@ -784,10 +823,18 @@ def hyper_connection_site(
     if ROWS == 24:
         post_out += start * 4
         comb_out += start * 16
-    if ROWS > 0 and first_owned < BT:
+    squares: tl.constexpr = 4 if OWN_PRE else 1
+    if RELAY:  # one program, with all lanes, where many do the same; elsewhere each its own, to have them soon
+        if ROWS > 0 and split == SPLITS - 1:
+            all_sums = tl.load(relay + local[:, None] * ROW + 8 + coefficient[None, :])
+            _coefficients(
+                all_sums, all_base, all_scale, pre_out + start * 4, post_out, comb_out, 0, rows, rms_eps, eps,
+                D, ROWS, squares, ITERATIONS,
+            )  # fmt: skip
+    elif ROWS > 0 and first_owned < BT:
         _coefficients(
-            _sum_gathered(owned, 32), all_base, all_scale, pre_out + start * 4, post_out, comb_out,
-            first_owned, rows, rms_eps, eps, D, ROWS, 4 if OWN_PRE else 1, ITERATIONS,
+            _sum_gathered(owned, 32), all_base, all_scale, pre_out + start * 4, post_out, comb_out, first_owned, rows, rms_eps, eps,
+            D, ROWS, squares, ITERATIONS,
         )  # fmt: skip
 
 
@@ -815,11 +862,6 @@ def hyper_connection_project(
         old_post, old_comb = _load_old(post + start * 4, comb + start * 16, local, mask)
     if not OWN_PRE:
         given = _load4(pre + start * 4, local[:, None] * 4, 1, mask)
-    # The high halves of the weights make columns 0 to 31 of the product, the low ones 32 to 63.
-    column = tl.arange(0, 64) % 32
-    first: tl.constexpr = 24 - ROWS
-    has = ((column >= first) & (column < 24))[None, :]
-    fn_row = (tl.arange(0, 64) // 32 * ROWS + column - first) * (4 * D)
     products = tl.zeros((BT, 64), tl.float32)
     squares = tl.zeros((BT, BD), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
@@ -836,9 +878,7 @@ def hyper_connection_project(
         if SOURCE != "streams":
             _store_each(streams + at, n, D, mask)
         if ROWS > 0:
-            weights = _load4(fn, fn_row[None, :] + d[:, None], D, has)
-            for k in tl.static_range(4):
-                products = tl.dot(n[k], weights[k], products)
+            products = _project(products, n, _load_weights(fn, d, D, ROWS))
             squares = _add_squares(n, squares)
         if not OWN_PRE:
             tl.store(x + x_at, _collapse(n, given), mask=mask)
@@ -847,8 +887,7 @@ def hyper_connection_project(
     if ROWS > 0:
         row = partials + (split * BT + local) * ROW
         coefficient = tl.arange(0, 32)
-        raw = tl.sum(tl.reshape(products, (BT, 2, 32)), axis=1)
-        tl.store(row[:, None] + coefficient[None, :], raw, mask=mask & (coefficient < 24)[None, :])
+        tl.store(row[:, None] + coefficient[None, :], _add_halves(products), mask=mask & (coefficient < 24)[None, :])
         tl.store(row + 24, tl.sum(squares, axis=1), mask=valid)
 
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from abyssal.ops._aot import AotCase
 from abyssal.ops._records import INTERPRETED, e4m3_codes, e4m3_values, power_of_two, scale_exponent, store_like, to_bf16, to_fp32
 from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 
@@ -159,7 +160,7 @@ class QuantisedInput:
         return cls(codes, scales, tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def quantise_kernel(x, x_stride, out, scales, num_rows, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr):
     """Token t, WIDTH columns per program. CODES: codes uint8 and scales fp32 [K / TILE, num_rows], else the rounded values."""
     token = tl.program_id(0)
@@ -209,7 +210,7 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
 
 @dataclass(frozen=True, slots=True)
 class FewConfig:
-    """Sizes of one launch. Rows of a program follow from N and K alone, so that a token's sums do not depend on the other tokens."""
+    """Sizes of one launch. None changes a sum: each output is one chain of products per warp, then the sum over the warps."""
 
     tokens: int  # of a program
     rows: tuple[int, ...]  # of a program, per group
@@ -333,7 +334,7 @@ def _product(
     store_like(place, tl.sum(acc, 0), mask=(rows < N_end)[:, None] & (tokens < T)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "token_tiles"])
 def few_tokens_kernel(
     x, x_stride, input0, input0_stride, scales0, scales0_stride, T, K, token_tiles, group_rows,
     data0, scale0, out0, N0, tiles0, data1, out1, N1, tiles1, data2, out2, N2,
@@ -483,7 +484,7 @@ def linear(x: Tensor, prepared: PreparedLinear, *, batch_invariant: bool = False
     """x bf16 [T, K] times each weight transposed -> [T, N_i] each, bf16, or fp32 for a weight that came as a `Tensor`.
 
     The outputs may be columns of one tensor. Up to FEW_TOKENS tokens, and with `batch_invariant` for any number, a token's results
-    have the same bits whatever other tokens there are: the kernel's sums over K are cut by N and K alone.
+    have the same bits whatever other tokens there are: the kernel cuts its sums over K alike for any number.
     """
     routes = ["few" if batch_invariant else route(len(x), group, prepared.scaled_mm) for group in prepared.groups]
     outs: dict[int, Tensor] = {}
@@ -540,3 +541,65 @@ def linear_grouped(
     out = torch.empty(tokens, num_groups, matrix.shape[1], dtype=x.dtype, device=x.device)
     torch.bmm(x.transpose(0, 1), matrix.transpose(1, 2), out=out.transpose(0, 1))
     return out
+
+
+def aot_cases() -> list[AotCase]:
+    """Every format and size of tiles of the few-token kernel, as V4-Flash and V4.1-Flash launch it, and the helpers of many tokens."""
+    cases = [
+        AotCase(
+            f"quantise tile={tile} codes={codes}", quantise_kernel,
+            {"x": "*bf16", "x_stride": "i32", "out": "*u8" if codes else "*bf16", "scales": "*fp32", "num_rows": "i32", "K": "i32"},
+            {"TILE": tile, "WIDTH": WIDTH, "CODES": codes} | ({} if codes else {"scales": None}), num_warps=1,
+            aligned=("x", "x_stride", "out", "K"),
+        )
+        for tile, codes in ((128, True), (32, False))
+    ] + [
+        AotCase(
+            f"dequantise block={block}", dequantise_kernel,
+            {"data": "*fp8e4nv", "scale": "*fp32", "out": "*bf16", "N": "i32", "K": "i32"},
+            {"TILE": block, "ROW_BLOCK": block, "COLUMN_BLOCK": block, "BN": PANEL_ROWS, "COLUMNS": COLUMNS},
+            aligned=("data", "scale", "out", "N", "K"),
+        )
+        for block in (128, 32)
+    ]  # fmt: skip
+    released = [
+        (1536, 4096, 128),
+        (32768, 1024, 128),
+        (1792, 5120, 32),
+        (32768, 1280, 32),
+        (2048, 4096, None),
+        (129280, 4096, None),
+    ]
+    cases += [_few_case(tokens, *sizes) for tokens in (1, 32) for sizes in released]
+    cases += [_few_case(1, 1536, 4096, 128, beside=beside) for beside in (1, 2)]
+    cases += [_few_case(16, 32768, 1024, 128), _few_case(16, 32768, 1280, 32)]
+    return [*cases, _few_case(1, 192, 64, None, parts=3), _few_case(32, 24, 64, 128, aligned_groups=False)]
+
+
+def _few_case(
+    tokens: int, rows: int, columns: int, block: int | None, *, beside: int = 0, parts: int = 1, aligned_groups: bool = True
+) -> AotCase:
+    fused = tokens <= FUSED_TOKENS
+    sizes = [(rows, 2 if block is None else 1, columns), *[(2048, 2, columns)] * beside]
+    config = few_config(tokens, sizes, 2 if fused or block is None else 1)
+    heights = (*config.rows, 16, 16)
+    signature = {
+        "x": "*bf16", "x_stride": "i32", "input0": "*bf16" if fused or block is None else "*fp8e4nv", "input0_stride": "i32",
+        "scales0": "*fp32", "scales0_stride": "i32", "T": "i32", "K": "i32", "token_tiles": "i32", "group_rows": "i32",
+        "data0": "*bf16" if block is None else "*fp8e4nv", "scale0": "*fp32", "out0": "*bf16", "N0": "i32", "tiles0": "i32",
+        "data1": "*bf16", "out1": "*fp32", "N1": "i32", "tiles1": "i32", "data2": "*bf16", "out2": "*bf16", "N2": "i32",
+    }  # fmt: skip
+    constants: dict[str, object] = {
+        "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "TILE": block, "ROW_BLOCK": block,
+        "COLUMN_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % STEP == 0, "ALIGNED": aligned_groups,
+        "WARPS": WARPS, "COLUMNS": COLUMNS,
+    }  # fmt: skip
+    absent = ["scales0"] if fused or block is None else []
+    absent += ["scale0"] if block is None else []
+    absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
+    free = {*signature} - {*absent, "T", "token_tiles", "tiles0", "tiles1"}
+    return AotCase(
+        f"few_tokens x{config.tokens} {rows} x {columns} block={block} beside={beside}", few_tokens_kernel, signature,
+        constants | dict.fromkeys(absent), num_warps=WARPS, num_stages=config.num_stages, aligned=tuple(sorted(free)),
+        spill_reason="a few registers beside the 255 of the widest tiles" if (block, config.rows[0], tokens) == (32, 32, 32) else None,
+    )  # fmt: skip

@@ -805,7 +805,7 @@ def moe_sum(
     outputs, experts, shared, token_ids, out, first,
     E: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out bf16 [T, D]: the outputs of a token's choices in their order, then the shared expert's, in fp32."""
+    """out bf16 or fp32 [T, D]: the outputs of a token's choices in their order, then the shared expert's if given, in fp32."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     kept = column < D
@@ -814,8 +814,9 @@ def moe_sum(
         expert = tl.load(experts + token * CHOICES + j) - first
         here = kept & (expert >= 0) & (expert < E)
         total += to_fp32(tl.load(outputs + (token * CHOICES + j) * N + column, mask=here, other=0.0))
-    live = kept & (tl.load(token_ids + token) >= 0)
-    total += to_fp32(tl.load(shared + token * N + column, mask=live, other=0.0))
+    if shared is not None:
+        live = kept & (tl.load(token_ids + token) >= 0)
+        total += to_fp32(tl.load(shared + token * N + column, mask=live, other=0.0))
     store_like(out + token * D + column, total, mask=kept)
 
 
@@ -951,16 +952,51 @@ def shared_expert(x: Tensor, experts: KernelExperts, config: MoeConfig) -> Tenso
     return outputs
 
 
-def moe_total(routed: Routed, shared: Tensor, token_ids: Tensor, dim: int) -> Tensor:
-    """bf16 [T, D]: the sum of the chosen experts' outputs and the shared expert's."""
+def moe_total(routed: Routed, shared: Tensor | None, token_ids: Tensor | None, dim: int) -> Tensor:
+    """The sum of the chosen experts' outputs and the shared expert's, bf16 [T, D]; without that, fp32: a part of a sum."""
     tokens, k = routed.experts.shape
-    out = torch.empty(tokens, dim, dtype=torch.bfloat16, device=shared.device)
+    dtype = torch.float32 if shared is None else torch.bfloat16
+    out = torch.empty(tokens, dim, dtype=dtype, device=routed.outputs.device)
     width = min(1024, triton.next_power_of_2(dim))
     moe_sum[(tokens, triton.cdiv(dim, width))](
-        routed.outputs, routed.experts, shared, token_ids, out, routed.first, E=routed.count, N=shared.shape[1], D=dim, CHOICES=k,
+        routed.outputs, routed.experts, shared, token_ids, out, routed.first, E=routed.count, N=routed.outputs.shape[1], D=dim, CHOICES=k,
         WIDTH=width, num_warps=4,
     )  # fmt: skip
     return out
+
+
+# Where several ranks share out the experts
+
+
+def choices_of(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
+    """`abyssal.ops.moe.route` for bf16: x [T, D], token_ids int [T] -> experts int32 [T, k], weights fp32 [T, k]."""
+    _check(x, token_ids, experts)
+    if len(x) == 0:
+        empty = torch.empty(0, experts.k, dtype=torch.int32, device=x.device)
+        return empty, empty.float()
+    choice = route(x, token_ids, experts, moe_config(len(x) * experts.k, experts.num_experts))
+    return choice.experts, choice.weights
+
+
+def part_of_experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int, *, config: MoeConfig | None = None
+) -> Tensor:
+    """`abyssal.ops.moe.moe` for bf16: x [T, D], chosen int32 [T, k], weights fp32 [T, k] -> fp32 [T, D], of the experts that are here."""
+    tokens, dim = x.shape
+    if tokens == 0:
+        return torch.empty(0, dim, dtype=torch.float32, device=x.device)
+    here = experts.w13.shape[0]
+    config = config or moe_config(tokens * experts.k * here // experts.num_experts, here)
+    inputs = torch.empty(tokens, experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
+    moe_input[(tokens,)](x, inputs, **_input_constants(dim, experts.w13, config.up), num_warps=4)
+    return moe_total(routed_experts(Choice(chosen, weights, inputs), experts, config, first=first), None, None, dim)
+
+
+def shared_part(x: Tensor, experts: KernelExperts) -> Tensor:
+    """`abyssal.ops.moe.shared_expert` for bf16: x [T, D] -> bf16 [T, D]."""
+    if len(x) == 0:
+        return torch.empty_like(x)
+    return shared_expert(x, experts, moe_config(len(x), 1))[:, : x.shape[1]]
 
 
 def _fitting(config: ProductConfig, columns: int) -> ProductConfig:
@@ -1105,4 +1141,7 @@ def _routing_cases(name: str, dim: int, experts: int, tile: int) -> list[AotCase
         )
     total = {"outputs": "*bf16", "experts": "*i32", "shared": "*bf16", "token_ids": "*i64", "out": "*bf16", "first": "i32"}
     constants = {"E": experts, "N": dim, "D": dim, "CHOICES": 6, "WIDTH": 1024}
-    return [*cases, AotCase(f"moe_sum {name}", moe_sum, total, constants, aligned=("outputs", "shared", "out"))]
+    cases.append(AotCase(f"moe_sum {name}", moe_sum, total, constants, aligned=("outputs", "shared", "out")))
+    part = {"outputs": "*bf16", "experts": "*i32", "out": "*fp32", "first": "i32"}
+    constants |= {"shared": None, "token_ids": None}
+    return [*cases, AotCase(f"moe_sum {name} part", moe_sum, part, constants, aligned=("outputs", "out"))]
