@@ -78,6 +78,8 @@ class KernelOps:
             self._score = hopper_score.index_score
             gluon.append("index_score")
         self._reserve(max_tokens)
+        # of the shared expert, where the routed ones leave room
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         log.info("ops: Gluon %s; PyTorch engram; all others Triton", ", ".join(gluon) or "none")
 
     def _reserve(self, tokens: int) -> None:
@@ -265,7 +267,7 @@ class KernelOps:
         return prepare_experts(layer)
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
-        return moe(x, token_ids, experts)
+        return moe(x, token_ids, experts, beside=self._beside if len(x) <= 64 else None)
 
     def route(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
         return choices_of(x, token_ids, experts)
