@@ -41,6 +41,7 @@ class PartSent:
 
     request_id: str
     sender: int  # rank
+    receiver: int  # rank
     start: int  # tokens, as in `Part`
     end: int
     folded: int | None  # as in `SequenceCache`; None: further parts follow
@@ -136,7 +137,8 @@ class PrefillEngine(Engine):
             self.link.send(read_part(self.cache, seq.cache, part), outgoing.receiver)
             output = seq.token_ids[len(seq.request.prompt_ids) :] if is_last else []
             folded = seq.cache.folded if is_last else None
-            self.outbox.append(PartSent(seq.request.request_id, self.link.rank, part.start, part.end, folded, output))
+            ends = self.link.rank, outgoing.receiver
+            self.outbox.append(PartSent(seq.request.request_id, *ends, part.start, part.end, folded, output))
             outgoing.sent = part.end
         return is_last
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import msgspec
@@ -36,16 +36,21 @@ class EngineClient:
         self.stats: EngineStats = ready.stats  # as of the latest step
         self.death: str | None = None  # why the engine is gone
         self.num_aborted = 0
+        self.on_note: Callable[[wire.RoomNote | wire.PartNote], None] = lambda _: None
+        self.on_death: Callable[[str], None] = lambda _: None
         self._folder, self._socket, self._process = folder, socket, process
         self._queues: dict[str, Updates] = {}
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
 
     @classmethod
-    async def start(cls, config: EngineConfig, engine: str = "abyssal.engine.engine:Engine") -> EngineClient:
+    async def start(
+        cls, config: EngineConfig, engine: str = "abyssal.engine.engine:Engine", place: wire.Place | None = None
+    ) -> EngineClient:
         """Start the process and wait until its model is loaded.
 
         Args:
             engine: class to run, as `module:name`; it has the interface of `Engine`.
+            place: among engines that hand sequences over; None: it works alone.
 
         Raises:
             AbyssalError: it could not start; the message is the engine's own.
@@ -58,7 +63,7 @@ class EngineClient:
         process = _spawn(address, engine)
         try:
             assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(config) + b"\n")
+            process.stdin.write(msgspec.json.encode(wire.Start(config, place)) + b"\n")
             process.stdin.flush()
             return cls(folder, socket, process, await _first_event(socket, process))
         except BaseException:
@@ -72,8 +77,13 @@ class EngineClient:
     def alive(self) -> bool:
         return self.death is None
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate]:
+    async def generate(
+        self, request: EngineRequest, command: wire.AddFor | wire.Expect | None = None
+    ) -> AsyncGenerator[RequestUpdate]:
         """Updates of one request until it ends. Leaving the loop early drops the request: close the generator to be sure when.
+
+        Args:
+            command: how to queue it; None: as one that this engine computes from its first token to its last.
 
         Raises:
             EngineDeadError: the engine is gone.
@@ -83,7 +93,7 @@ class EngineClient:
         self._queues[request.request_id] = queue
         ended = False
         try:
-            self._send(wire.Add(request))
+            self.send(command or wire.Add(request))
             while not ended:
                 update = await queue.get()
                 if update is None:
@@ -94,15 +104,15 @@ class EngineClient:
             del self._queues[request.request_id]
             if not ended and self.alive:
                 self.num_aborted += 1
-                self._send(wire.Abort(request.request_id))
+                self.send(wire.Abort(request.request_id))
 
     async def close(self) -> None:
         """End the engine process; open requests end with `EngineDeadError`."""
         for task in self._tasks:
             task.cancel()
         if self._process.poll() is None:
-            self._send(wire.Stop())
-        self._die("the server is shutting down")
+            self.send(wire.Stop())
+        self.die("the server is shutting down")
         try:
             await asyncio.to_thread(self._process.wait, STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -111,7 +121,7 @@ class EngineClient:
         self._socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _send(self, message: wire.Add | wire.Abort | wire.Stop) -> None:
+    def send(self, message: wire.Command) -> None:
         self._socket.send(wire.encode(message))  # no limit on the queue is set, so this never waits
 
     def _require_alive(self) -> None:
@@ -124,13 +134,15 @@ class EngineClient:
                 self._take(wire.decode_event(await self._socket.recv()))
         except Exception as error:  # whatever it is, nobody may wait for ever
             log.exception("a message of the engine process cannot be used")
-            self._die(f"its messages cannot be used: {error}")
+            self.die(f"its messages cannot be used: {error}")
 
     def _take(self, event: wire.Ready | wire.Progress | wire.Dead) -> None:
         if isinstance(event, wire.Dead):
-            self._die(event.reason)
+            self.die(event.reason)
         elif isinstance(event, wire.Progress):
             self.stats = event.stats
+            for note in event.notes:
+                self.on_note(note)
             for update in event.updates:
                 if (queue := self._queues.get(update.request_id)) is not None:
                     queue.put_nowait(update)
@@ -139,13 +151,15 @@ class EngineClient:
         """Notice a process that ends without a word."""
         while self._process.poll() is None:
             await asyncio.sleep(0.1)
-        self._die(f"the engine process ended with exit code {self._process.returncode}")
+        self.die(f"the engine process ended with exit code {self._process.returncode}")
 
-    def _die(self, reason: str) -> None:
+    def die(self, reason: str) -> None:
+        """The engine is gone or of no use any more: every open request ends with `EngineDeadError`."""
         if self.death is None:
             self.death = reason
             for queue in self._queues.values():
                 queue.put_nowait(None)
+            self.on_death(reason)
 
 
 def _spawn(address: str, engine: str) -> subprocess.Popen[bytes]:

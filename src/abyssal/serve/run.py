@@ -16,6 +16,7 @@ from abyssal.config import EngineConfig, ServerConfig
 from abyssal.errors import ConfigError
 from abyssal.serve.app import create_app
 from abyssal.serve.chat import load_chat_format
+from abyssal.serve.disaggregated_client import DisaggregatedClient
 from abyssal.serve.engine_client import EngineClient
 from abyssal.serve.grammar import GrammarCompiler
 from abyssal.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ async def _serve(listener: socket.socket, engine_config: EngineConfig, server_co
     assert task is not None
     for sig in SIGNALS:
         loop.add_signal_handler(sig, task.cancel)  # while loading
-    client = await EngineClient.start(engine_config)
+    client = await start_client(engine_config, server_config)
     grammars = GrammarCompiler(client.info)
     try:
         folder = Path(client.info.model_folder)
@@ -71,10 +72,21 @@ async def _serve(listener: socket.socket, engine_config: EngineConfig, server_co
         await client.close()
 
 
+async def start_client(engine_config: EngineConfig, server_config: ServerConfig) -> EngineClient | DisaggregatedClient:
+    """Start the engines that the configuration asks for.
+
+    Raises:
+        AbyssalError: they cannot start.
+    """
+    if server_config.prefill_engines == 0:
+        return await EngineClient.start(engine_config)
+    return await DisaggregatedClient.start(engine_config, server_config.prefill_engines, server_config.decode_engines)
+
+
 class _Server(uvicorn.Server):
     """Signals are handled above; at the end of the grace time the engine closes, so that streams end with an error event."""
 
-    def __init__(self, config: uvicorn.Config, client: EngineClient) -> None:
+    def __init__(self, config: uvicorn.Config, client: EngineClient | DisaggregatedClient) -> None:
         super().__init__(config)
         self._client = client
         self._closing: asyncio.Task[None] | None = None
@@ -103,7 +115,7 @@ def _listen(config: ServerConfig) -> socket.socket:
         ) from error
 
 
-def _greeting(listener: socket.socket, client: EngineClient, config: ServerConfig) -> str:
+def _greeting(listener: socket.socket, client: EngineClient | DisaggregatedClient, config: ServerConfig) -> str:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{port}"
