@@ -64,7 +64,9 @@ def prefill_process(config: EngineConfig, store: str, pipe: multiprocessing.conn
             wait = 0
         updates = engine.step()
         if updates or engine.outbox:
-            pipe.send((updates, engine.outbox, {u.request_id: engine.first_token[u.request_id] for u in updates}, link.bytes_sent))
+            pipe.send(
+                (updates, engine.outbox, {u.request_id: engine.first_token[u.request_id] for u in updates}, link.bytes_sent)
+            )
             engine.outbox = []
 
 

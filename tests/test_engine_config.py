@@ -39,6 +39,9 @@ ENGINE_VALUES: dict[str, tuple[Any, str]] = {
     "seed": (7, "7"),
     "served_model_name": ("name", "name"),
     "num_threads": (2, "2"),
+    "dp": (2, "2"),
+    "tp": (4, "4"),
+    "ep": (8, "8"),
 }
 SERVER_VALUES: dict[str, tuple[Any, str]] = {
     "host": ("0.0.0.0", "0.0.0.0"),
@@ -210,7 +213,7 @@ def test_auto_on_cpu(model: ModelConfig) -> None:
     config = EngineConfig()
     resolved = resolve(config, model, device_available=False)
     expected = {"device": "cpu", "dtype": "float32", "kv_layout": "fp32", "compressed_kv_layout": "same", "index_layout": "fp32"}
-    expected |= {"backend": "reference", "kv_cache_bytes": 4 * 2**30, "served_model_name": "tiny-v4"}
+    expected |= {"backend": "reference", "kv_cache_bytes": 4 * 2**30, "served_model_name": "tiny-v4", "ep": 1}
     assert resolved == dataclasses.replace(config, **expected)
     assert config == EngineConfig()  # a new object; the given one still says auto
 

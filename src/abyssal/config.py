@@ -6,6 +6,7 @@ is what one layer does. `EngineConfig` holds every option of the engine; the com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -178,6 +179,9 @@ class EngineConfig:
     seed: int = option(0, "seed of requests that bring none", low=0, high=2**63 - 1)
     served_model_name: str | None = option(None, "name of the model in the API; default: its folder's name")
     num_threads: int | None = option(None, "CPU threads of PyTorch; default: PyTorch's choice", low=1)
+    dp: int = option(1, "replicas that share out requests, each with a cache of its own; one process and device per rank", low=1)
+    tp: int = option(1, "ranks of a replica, which share out heads, groups of the output and the vocabulary", low=1)
+    ep: int | None = option(None, "ranks that share out the experts: tp, or several replicas together; default: tp", low=1)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -278,6 +282,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
     """
     device = _resolve_device(config.device, device_available)
     kv, compressed, index = _resolve_layouts(config, device, model_config)
+    ep = resolve_ranks(config, model_config)
     dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if config.dtype == "auto" else config.dtype
     backend = _resolve_backend(config.backend, device, dtype, (kv, compressed, index), model_config, gpu)
     if config.max_model_len is not None and config.max_model_len > model_config.max_position:
@@ -296,6 +301,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
         backend=backend,
         kv_cache_bytes=default_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes,
         served_model_name=config.served_model_name or _model_name(config.model),
+        ep=ep,
     )
 
 
@@ -303,6 +309,28 @@ def _resolve_device(device: str, cuda: bool) -> str:
     if device == "cuda" and not cuda:
         raise ConfigError("device='cuda', but PyTorch finds no usable CUDA device; choose cpu or auto")
     return ("cuda" if cuda else "cpu") if device == "auto" else device
+
+
+def resolve_ranks(config: EngineConfig, model: ModelConfig) -> int:
+    """`ep` as a number; refuses ranks among which the model's dimensions cannot be shared out."""
+    shared = model.moe_intermediate_size * model.num_shared_experts
+    dims = {"heads": model.num_heads, "output groups": model.o_groups, "tokens of vocabulary": model.vocab_size}
+    dims |= {"experts": model.num_experts, "columns of the shared expert": shared}
+    if (common := math.gcd(*dims.values())) % config.tp:
+        sizes = ", ".join(f"{size} {name}" for name, size in dims.items())
+        raise ConfigError(f"tp={config.tp} does not divide this model's {sizes}; choose one of {_divisors(common)}")
+    ranks = config.dp * config.tp
+    fitting = [ep for ep in _divisors(math.gcd(ranks, model.num_experts)) if ep % config.tp == 0]
+    if config.ep is not None and config.ep not in fitting:
+        raise ConfigError(
+            f"ep={config.ep} does not go with dp={config.dp}, tp={config.tp} and {model.num_experts} experts: it must be a multiple "
+            f"of tp that divides dp*tp and the experts; choose one of {fitting}"
+        )
+    return config.tp if config.ep is None else config.ep
+
+
+def _divisors(number: int) -> list[int]:
+    return [part for part in range(1, number + 1) if number % part == 0]
 
 
 def _resolve_layouts(config: EngineConfig, device: str, model: ModelConfig) -> tuple[str, str, str]:

@@ -96,7 +96,7 @@ def test_full_engines_let_prompts_wait_and_all_finish(tight: str, tmp_path: Path
             waiting = sum(not incoming.is_reserved for incoming in both.decode._incoming.values())
             at_once = max(at_once, len(both.decode.scheduler.running) + len(both.decode._incoming) - waiting)
             assert len(both.decode.scheduler.running) <= both.decode.config.max_num_seqs
-        assert (at_once < 4) == (tight == "decode"), "it was tight"
+        assert at_once < 4, "it was tight"
         assert {name: both.tokens(name) for name in expected} == expected
         assert_drained(both)
 

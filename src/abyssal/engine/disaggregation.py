@@ -98,6 +98,9 @@ class PrefillEngine(Engine):
             self.cache.free(outgoing.seq.cache)
         super().abort(request_id)
 
+    def has_unfinished(self) -> bool:
+        return super().has_unfinished() or bool(self._outgoing)
+
     def poll_ms(self) -> int | None:
         """While computed sequences keep their pages, waiting requests may find none."""
         waits = not self.scheduler.running and any(outgoing.is_computed for outgoing in self._outgoing.values())
@@ -185,6 +188,9 @@ class DecodeEngine(Engine):
         if (incoming := self._incoming.pop(request_id, None)) is not None:
             self.cache.free(incoming.seq.cache)
         super().abort(request_id)
+
+    def has_unfinished(self) -> bool:
+        return super().has_unfinished() or bool(self._incoming)
 
     def poll_ms(self) -> int | None:
         arriving = any(incoming.parts or incoming.last for incoming in self._incoming.values())

@@ -26,6 +26,7 @@ from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
 from abyssal.ops._select import find_gpu
+from abyssal.parallel.comm import ALONE, Comm
 from abyssal.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -81,7 +82,9 @@ class EngineStats:
 class Engine:
     """Continuous batching over one `Runner`. Not thread-safe: one thread adds, aborts and steps."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, comm: Comm = ALONE) -> None:
+        """Of several ranks each has an engine; those of one replica are given the same requests and steps."""
+        self.comm = comm
         folder = resolve_model(config.model)
         model_config = load_model_config(folder)
         self.config = resolve(config, model_config, torch.cuda.is_available(), find_gpu())
@@ -89,7 +92,7 @@ class Engine:
             torch.set_num_threads(self.config.num_threads)
         # For callers in this process; here it tells which ids mean something, and which end a text.
         self.tokenizer = tokenizer = Tokenizer.load(folder, model_config.vocab_size)
-        self.runner = Runner(folder, model_config, self.config, tokenizer)
+        self.runner = Runner(folder, model_config, self.config, tokenizer, comm)
         self.cache = self.runner.cache
         eos = model_config.eos_token_ids
         self.info = EngineInfo(
@@ -106,7 +109,7 @@ class Engine:
             sampling_defaults=load_generation_defaults(folder)[1],
             image_token_id=model_config.image_token_id,
         )
-        self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes)
+        self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes, comm.agree)
         self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._sequences: dict[str, Sequence] = {}
         self._requests_seen = 0
@@ -250,6 +253,9 @@ class Engine:
         self._steps += 1
         return self._run(scheduled)
 
+    def close(self) -> None:
+        """Nothing is to be ended: weights and caches go with the object."""
+
     def stats(self) -> EngineStats:
         pools = self.cache.pools
         return EngineStats(
@@ -284,6 +290,8 @@ class Engine:
         except Exception as error:
             if _device_lost(error):
                 raise EngineDeadError(f"the device failed: {error}") from error
+            if self.comm.mesh.size > 1:  # the others are in the middle of this step, and would wait for this rank
+                raise EngineDeadError(f"a step failed on rank {self.comm.mesh.rank}: {error}") from error
             if len(scheduled) == 1:
                 log.exception("request %s failed", scheduled[0][0].request.request_id)
                 return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
@@ -387,6 +395,7 @@ class Engine:
 
 _PRINTED_OPTIONS = (
     "device", "dtype", "kv_layout", "compressed_kv_layout", "index_layout", "backend", "max_num_seqs", "max_num_batched_tokens",
+    "dp", "tp", "ep",
 )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ class Link:
         """Send `raw`, uint8 [bytes], which must not be written to afterwards."""
         self.bytes_sent += raw.numel()
         work = dist.isend(raw, receiver)
+        assert work is not None
         self._senders.submit(self._wait, work, raw)
 
     def receive(self, size: int, sender: int) -> Future[Tensor]:
@@ -65,4 +66,3 @@ class Link:
                 work.wait()
                 self._stream.synchronize()
         return raw
-

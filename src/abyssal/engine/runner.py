@@ -19,6 +19,7 @@ from abyssal.kv.specs import plan_caches
 from abyssal.model.model import Model
 from abyssal.ops._select import select_ops
 from abyssal.ops.ngram_hash import NgramHash, ngram_hash
+from abyssal.parallel.comm import ALONE, Comm
 from abyssal.tokenizer import Tokenizer
 
 STEP_WORKSPACE = 4 << 30  # bytes left to a step's activations on a GPU
@@ -27,20 +28,27 @@ STEP_WORKSPACE = 4 << 30  # bytes left to a step's activations on a GPU
 class Runner:
     """One model on one device, with its page pools."""
 
-    def __init__(self, folder: Path, model_config: ModelConfig, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, folder: Path, model_config: ModelConfig, config: EngineConfig, tokenizer: Tokenizer | None, comm: Comm = ALONE
+    ) -> None:
         """`config` is resolved: no option is "auto"."""
         self.model_config, self.config = model_config, config
+        self.comm = comm
+        local = comm.mesh.local(model_config)
         self.ngrams = _ngram_hash(model_config, tokenizer)
         self.device = torch.device(config.device)
         dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
         # Before the weights: what does not fit is cheap to find.
         self.plan = plan_caches(model_config, *config.record_layouts)
-        self.ops = select_ops(config, model_config, self.plan, self.device)
-        weights = load_weights(folder, model_config, self.device, dtype, True, config.engram_cache_bytes)
-        self.model = Model(weights, model_config, dtype, self.ops)
+        self.ops = select_ops(config, local, self.plan, self.device)
+        first = comm.mesh.rank == 0
+        weights = load_weights(folder, model_config, self.device, dtype, first, config.engram_cache_bytes, comm.mesh)
+        self.model = Model(weights, local, dtype, self.ops, comm)
         longest = config.max_model_len or model_config.max_position
-        self.sizes = divide_budget(self.plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
+        self.sizes = divide_budget(
+            self.plan, comm.smallest(self._budget()), config.max_num_seqs, config.max_num_batched_tokens, longest
+        )
         self.max_model_len = self._max_model_len(self.sizes)
         identity = self._identity()
         prefix = PrefixIndex(repr((identity, config.record_layouts))) if config.enable_prefix_caching else None
@@ -52,6 +60,7 @@ class Runner:
 
     def __call__(self, chunks: list[Chunk], logit_rows: list[int]) -> Tensor:
         """Compute `chunks` (pages allocated, single tokens first) -> logits fp32 [len(logit_rows), V] on the device."""
+        self.comm.enter(sum(len(chunk.token_ids) for chunk in chunks))
         batch = build_batch(
             self.model_config, self.cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists
         )
@@ -63,9 +72,12 @@ class Runner:
         return Chunk(token_ids[start:end], start, cache, token_ids[max(0, start - history) : start])
 
     def _identity(self) -> str:
-        """Says which model and dtype make the records, wherever the checkpoint lies: any training changes the weights sampled here."""
+        """Says which model and dtype make the records, wherever the checkpoint lies: any training changes the weights sampled here.
+
+        Ranks of a replica hold the same records, and sample what each has whole.
+        """
         facts = repr((self.model_config, self.config.dtype)).encode()
-        sample = torch.cat([self.model.norm.flatten().float(), self.model.head[:8].flatten().float()])
+        sample = torch.cat([self.model.norm.flatten().float(), self.model.blocks[-1].moe.gate[:8].flatten().float()])
         return hashlib.sha256(facts + sample.cpu().numpy().tobytes()).hexdigest()
 
     def _budget(self) -> int:

@@ -14,12 +14,14 @@ from abyssal.model.weights import Weights
 from abyssal.ops._select import Ops, Selection
 from abyssal.ops.linear import linear, linear_grouped
 from abyssal.ops.norm import rms_norm
+from abyssal.parallel.comm import Comm
 
 
 class Attention:
-    def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype, ops: Ops) -> None:
+    def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype, ops: Ops, comm: Comm) -> None:
         plan = config.layers[layer]
         self.plan, self.config, self.dtype, self.ops = plan, config, dtype, ops
+        self.comm = comm
         self.wq_a, self.wq_b = weights.linear("wq_a"), weights.linear("wq_b")
         self.wkv = weights.linear("wkv")
         self.wo_a, self.wo_b = weights.linear("wo_a"), weights.linear("wo_b")
@@ -46,4 +48,5 @@ class Attention:
         out = self.ops.attend(q, plan, batch, cache, selection, self.sink, config.head_dim**-0.5)
         out = self.ops.output_quant(out, rope, self.wo_a.quantize_input, self.dtype)
         grouped = linear_grouped(out.view(len(x), config.o_groups, -1), self.wo_a)  # [T, G, o_lora]
-        return linear(grouped.flatten(1), self.wo_b)
+        out = linear(grouped.flatten(1), self.wo_b)
+        return self.comm.sum(out)

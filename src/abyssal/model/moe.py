@@ -9,11 +9,12 @@ from abyssal.config import ModelConfig
 from abyssal.model.weights import Weights
 from abyssal.ops.linear import linear
 from abyssal.ops.moe import moe, route, swiglu
+from abyssal.parallel.comm import Comm
 
 
 class MoE:
-    def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
-        self.config, self.dtype = config, dtype
+    def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype, comm: Comm) -> None:
+        self.config, self.dtype, self.comm = config, dtype, comm
         hashed = config.layers[layer].router == "hash"
         self.gate = weights.tensor("gate.weight")
         self.tid2eid = weights.tensor("gate.tid2eid") if hashed else None
@@ -31,6 +32,11 @@ class MoE:
         experts, weights = route(
             x, self.gate, self.bias, ids, config.num_experts_per_token, config.routed_scaling_factor, config.gate_temperature
         )
-        routed = moe(x, experts, weights, self.w13, self.w2, config.swiglu_limit)  # fp32
+        routed = self.comm.experts(x, experts, weights, config.num_experts, self._experts)  # fp32
         shared = swiglu(linear(x, self.shared_w1), linear(x, self.shared_w3), None, config.swiglu_limit, self.dtype)
-        return (routed + linear(shared, self.shared_w2)).to(self.dtype)
+        out = self.comm.sum(routed + linear(shared, self.shared_w2))
+        return out.to(self.dtype)
+
+    def _experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Those of this rank, as `ops.moe.moe`."""
+        return moe(x, experts, weights, self.w13, self.w2, self.config.swiglu_limit)

@@ -42,12 +42,13 @@ def swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, limit: float, dtype:
 def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float) -> Tensor:
     """Sum of the chosen experts' outputs: x [T, D], experts int64 [T, k], weights fp32 [T, k] -> fp32 [T, D].
 
-    w13 is stacked [E, 2 I, D] (gate rows, then up rows), w2 [E, D, I].
+    w13 is stacked [E, 2 I, D] (gate rows, then up rows), w2 [E, D, I]. Expert -1 stands for one that is elsewhere, and gives 0.
     """
     tokens, k = experts.shape
-    flat = experts.flatten()
+    num_experts = w13.data.shape[0]
+    flat = torch.where(experts < 0, num_experts, experts).flatten()
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=w13.data.shape[0]).tolist()
+    counts = torch.bincount(flat, minlength=num_experts + 1).tolist()[:num_experts]
     rows = order // k
     xs, ws = x.index_select(0, rows), weights.flatten()[order].unsqueeze(1)
     sorted_out = torch.empty_like(xs)
@@ -57,9 +58,10 @@ def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: Line
             part = slice(start, start + count)
             sorted_out[part] = _expert(xs[part], ws[part], w13.expert(index), w2.expert(index), limit)
             start += count
+    sorted_out[start:] = 0.0
     out = torch.empty_like(sorted_out)
     out[order] = sorted_out
-    return out.view(tokens, k, -1).sum(1, dtype=torch.float32)
+    return out.view(tokens, k, x.shape[1]).sum(1, dtype=torch.float32)
 
 
 def _expert(x: Tensor, weight: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float) -> Tensor:

@@ -8,16 +8,14 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from abyssal.config import EngineConfig
 from abyssal.engine.engine import EngineInfo, EngineStats
 from abyssal.engine.request import EngineRequest, RequestUpdate
 from abyssal.errors import AbyssalError, EngineDeadError
 from abyssal.serve import wire
-from abyssal.serve.engine_client import EngineClient
+from abyssal.serve.engine_client import EngineClient, common_info, total_stats
 
 
 class DisaggregatedClient:
@@ -25,11 +23,7 @@ class DisaggregatedClient:
 
     def __init__(self, prefill: list[EngineClient], decode: list[EngineClient], folder: Path) -> None:
         """Ranks count through `prefill`, then `decode`; `folder` is removed at the end."""
-        self.info: EngineInfo = replace(
-            decode[0].info,
-            max_model_len=min(engine.info.max_model_len for engine in (*prefill, *decode)),
-            capacity_tokens=min(engine.info.capacity_tokens for engine in (*prefill, *decode)),
-        )
+        self.info: EngineInfo = common_info([engine.info for engine in (*prefill, *decode)])
         self.death: str | None = None
         self._prefill, self._decode, self._folder = prefill, decode, folder
         self._prefill_of: dict[str, EngineClient] = {}
@@ -64,7 +58,7 @@ class DisaggregatedClient:
     @property
     def stats(self) -> EngineStats:
         """Sums over the engines."""
-        return _sum([engine.stats for engine in (*self._prefill, *self._decode)])
+        return total_stats([engine.stats for engine in (*self._prefill, *self._decode)])
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate]:
         """As `EngineClient.generate`: the first update comes from the prefill engine, the others from the decode engine.
@@ -110,23 +104,12 @@ class DisaggregatedClient:
 
     def _carry(self, note: wire.RoomNote | wire.PartNote) -> None:
         if isinstance(note, wire.PartNote):
-            self._decode[note.note.receiver - len(self._prefill)].send(note)
+            self._decode[note.note.receiver - len(self._prefill)].pass_on(note)
         elif (prefill := self._prefill_of.get(note.note.request_id)) is not None:
-            prefill.send(note)
+            prefill.pass_on(note)
 
     def _die(self, reason: str) -> None:
         if self.death is None:
             self.death = reason
             for engine in (*self._prefill, *self._decode):
                 engine.die(reason)
-
-
-def _sum(stats: list[EngineStats]) -> EngineStats:
-    totals: dict[str, Any] = {}
-    for field in fields(EngineStats):
-        values = [getattr(each, field.name) for each in stats]
-        if isinstance(values[0], int):
-            totals[field.name] = sum(values)
-        else:
-            totals[field.name] = {key: sum(value[key] for value in values) for key in values[0]}
-    return EngineStats(**totals | {"page_bytes": stats[0].page_bytes})

@@ -80,6 +80,8 @@ async def start_client(engine_config: EngineConfig, server_config: ServerConfig)
     """
     if server_config.prefill_engines == 0:
         return await EngineClient.start(engine_config)
+    if engine_config.dp * engine_config.tp > 1:
+        raise ConfigError("prefill_engines and decode_engines have one rank each; leave out dp and tp, or prefill_engines")
     return await DisaggregatedClient.start(engine_config, server_config.prefill_engines, server_config.decode_engines)
 
 

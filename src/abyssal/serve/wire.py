@@ -1,4 +1,4 @@
-"""Messages between the API process and the engine process: msgpack over one socket pair."""
+"""Messages between a front and the engine processes: msgpack over one socket pair for each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Start(msgspec.Struct):
     """First line of an engine process's standard input."""
 
     config: EngineConfig
-    place: Place | None = None  # None: it works alone
+    place: Place | None  # None: it hands nothing over
 
 
 class Add(msgspec.Struct, tag=True):
@@ -63,6 +63,19 @@ class Abort(msgspec.Struct, tag=True):
     request_id: str
 
 
+class Score(msgspec.Struct, tag=True):
+    """Compute logits, as `Engine.score`."""
+
+    token_ids: list[int]
+    chunk_sizes: list[int]
+    rows: list[int]
+    reuse_prefix: bool
+
+
+class Wake(msgspec.Struct, tag=True):
+    """Another replica that shares this one's experts was given a request: its steps are this one's too."""
+
+
 class Stop(msgspec.Struct, tag=True):
     """End the engine process."""
 
@@ -82,14 +95,22 @@ class Progress(msgspec.Struct, tag=True):
     notes: list[RoomNote | PartNote] = []
 
 
+class Scored(msgspec.Struct, tag=True):
+    """The answer to `Score`."""
+
+    logits: bytes  # fp32, row after row
+    error: str | None = None
+    param: str | None = None  # field of the request at fault
+
+
 class Dead(msgspec.Struct, tag=True):
     """The engine could not be loaded, or cannot go on."""
 
     reason: str
 
 
-Command = Add | AddFor | Expect | RoomNote | PartNote | Abort | Stop
-Event = Ready | Progress | Dead
+Command = Add | AddFor | Expect | RoomNote | PartNote | Abort | Score | Wake | Stop
+Event = Ready | Progress | Scored | Dead
 
 
 def wrap(note: Note) -> RoomNote | PartNote:
@@ -98,4 +119,5 @@ def wrap(note: Note) -> RoomNote | PartNote:
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_commands = msgspec.msgpack.Decoder(list[Command]).decode
 decode_event = msgspec.msgpack.Decoder(Event).decode
