@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -52,7 +52,7 @@ class Report:
 class EngineReplica:
     """One engine, of one or of several ranks on the GPUs of a node. Runs in an actor of Ray Serve."""
 
-    async def __init__(self, config: EngineConfig, restarts: int) -> None:
+    async def __init__(self, config: EngineConfig, restarts: int) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """`restarts`: a replica of an older number is replaced."""
         self._client = await EngineClient.start(config)
         self._client.on_death = lambda _: os._exit(1)  # Ray sees the end of an actor at once
@@ -73,7 +73,7 @@ class EngineReplica:
         await self._client.close()
 
 
-class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is not installed where types are checked
+class PrefixRouter(RequestRouter):
     """Sends a request to the replica that holds its longest prefix, load permitting: `parallel.router.Router` over Ray's replicas."""
 
     def initialize_state(self, block_size: int) -> None:
@@ -122,17 +122,21 @@ class ClusterClient:
 
     Attributes:
         death: why no request can be answered at this time; a new replica ends that.
+        stats: sums over the replicas, as of the last second.
     """
+
+    info: EngineInfo
+    stats: EngineStats
+    _watcher: asyncio.Task[None]
 
     def __init__(self, config: EngineConfig, replicas: int, router: type[RequestRouter] | None) -> None:
         self._config, self._replicas, self._router = config, replicas, router
         self._restarts = 0
+        self._restart: asyncio.Task[None] | None = None
         self.death: str | None = None
 
     @classmethod
-    async def start(
-        cls, config: EngineConfig, replicas: int, router: type[RequestRouter] | None = PrefixRouter
-    ) -> ClusterClient:
+    async def start(cls, config: EngineConfig, replicas: int, router: type[RequestRouter] | None = PrefixRouter) -> ClusterClient:
         """Join the cluster that RAY_ADDRESS names, or start one on this machine, and wait until every replica is loaded.
 
         Args:
@@ -154,9 +158,6 @@ class ClusterClient:
         client.stats = total_stats([report.stats for report in reports])
         client._watcher = asyncio.create_task(client._watch())
         return client
-
-    info: EngineInfo
-    stats: EngineStats  # sums over the replicas, as of the last second
 
     @property
     def alive(self) -> bool:
@@ -188,6 +189,11 @@ class ClusterClient:
         """Replace the replicas one after another; what they are answering is finished first."""
         self._restarts += 1
         await self._deploy()
+
+    def restart_soon(self) -> None:
+        """As `restart`, beside what runs; a call while one is under way is ignored."""
+        if self._restart is None or self._restart.done():
+            self._restart = asyncio.create_task(self.restart())
 
     async def close(self) -> None:
         """End the replicas, and leave the cluster."""
