@@ -71,7 +71,10 @@ def main() -> None:
             ray.init(num_cpus=cpus, log_to_driver=False, include_dashboard=False, configure_logging=False)
         rows.append(asyncio.run(measure(routing, args.replicas, args.sessions, args.turns)))
         against = rows[-1]["reused_tokens"] / rows[0]["reused_tokens"]
-        print(f"{routing:8} {rows[-1]['reused_tokens']:>7} of {rows[-1]['prompt_tokens']} tokens, {against:.1%} of one engine", flush=True)
+        print(
+            f"{routing:8} {rows[-1]['reused_tokens']:>7} of {rows[-1]['prompt_tokens']} tokens, {against:.1%} of one engine",
+            flush=True,
+        )
         rows[-1]["of_one_engine"] = against
     if args.json:
         facts = {"replicas": args.replicas, "sessions": args.sessions, "turns": args.turns}

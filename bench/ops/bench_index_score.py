@@ -38,9 +38,11 @@ def kernels(layout: str, row: tuple[int, int, int]) -> dict[str, Callable[..., t
         "triton": functools.partial(triton.index_score, **options, **maxima),
     }
     if row in TUNED:
-        for copies, stages in ((2, 4), (3, 3), (3, 6)):
-            config = gluon.ScoreConfig(programs=copies * count, queries=1, stages=stages)
-            chosen[f"gluon x {copies}, {stages}"] = functools.partial(gluon.index_score, **options, **maxima, config=config)
+        for copies, stages, registers, early in ((2, 6, 255, True), (3, 4, 168, True), (3, 6, 168, False)):
+            config = gluon.ScoreConfig(copies * count, 1, stages, registers, early)
+            chosen[f"gluon x {copies}, {stages}{', early' if early else ''}"] = functools.partial(
+                gluon.index_score, **options, **maxima, config=config
+            )
         for copies, stages in ((3, 6),):
             config = triton.ScoreConfig(programs=copies * count, queries=1, warps=4, stages=stages)
             chosen[f"triton x {copies}, {stages}"] = functools.partial(triton.index_score, **options, **maxima, config=config)

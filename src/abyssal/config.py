@@ -176,6 +176,9 @@ class EngineConfig:
     )
     max_model_len: int | None = option(None, "most tokens of a sequence; default: what model and cache allow", low=1)
     enable_prefix_caching: bool = option(True, "reuse the cache of common prompt prefixes")
+    enable_cuda_graphs: bool | None = option(
+        None, "replay decode steps as CUDA graphs, a graph per shape; default: where the ops are kernels"
+    )
     seed: int = option(0, "seed of requests that bring none", low=0, high=2**63 - 1)
     served_model_name: str | None = option(None, "name of the model in the API; default: its folder's name")
     num_threads: int | None = option(None, "CPU threads of PyTorch; default: PyTorch's choice", low=1)
@@ -298,6 +301,11 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
             f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings={model_config.max_position}; "
             "lower it or leave it out"
         )
+    graphs = backend != "reference" if config.enable_cuda_graphs is None else config.enable_cuda_graphs
+    if graphs and backend == "reference":
+        raise ConfigError(
+            "enable_cuda_graphs=true needs kernels, but backend is reference; choose another backend or leave the option out"
+        )
     default_bytes = CPU_KV_CACHE_BYTES if device == "cpu" else None
     return replace(
         config,
@@ -307,6 +315,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
         compressed_kv_layout=compressed,
         index_layout=index,
         backend=backend,
+        enable_cuda_graphs=graphs,
         kv_cache_bytes=default_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes,
         served_model_name=config.served_model_name or _model_name(config.model),
         ep=ep,

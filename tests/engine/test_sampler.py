@@ -157,7 +157,7 @@ def test_rare_tokens_far_down_a_large_vocabulary_are_drawn_in_proportion():
 @pytest.mark.parametrize("params", [{}, {"top_k": 4}], ids=str)
 def test_smallest_and_largest_random_number_draw_a_possible_token(monkeypatch, uniform, token, params):
     """Ids 0, 2, 4 and 5 have no probability; a draw at the very edge must not fall on one of them."""
-    monkeypatch.setattr(SamplerState, "next_uniform", lambda self: uniform)
+    monkeypatch.setattr(SamplerState, "next_uniform", lambda self, ahead: uniform)
     assert one([-INF, 0.3, -INF, 0.1, -INF, -INF], **params).token_id == token
 
 

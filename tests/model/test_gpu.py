@@ -51,7 +51,7 @@ def test_default_precision_loses_few_answers_of_80(kv_layout: str, lost: int, to
 def test_weights_stay_in_their_stored_format() -> None:
     with LLM("tiny", device="cuda", kv_cache_bytes=CACHE_BYTES) as llm:
         block = llm.engine.runner.model.blocks[2]
-        assert block.attention.wq_b.format == "fp8" and block.moe.w13.format == "fp4"
+        assert block.attention.wq_b.groups[0].data.dtype == torch.float8_e4m3fn and block.moe.experts.w13.format == "fp4"
         assert llm.generate(QUESTION, SamplingParams(temperature=0, max_tokens=5))[0].outputs[0].token_ids
 
 

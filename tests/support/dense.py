@@ -24,7 +24,6 @@ from abyssal.ops import hyper_connection as hc
 from abyssal.ops.hadamard import hadamard
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
-from abyssal.ops.linear import linear, linear_grouped
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.rope import rope_table, rotate
 from abyssal.ops.sparse_attention import sparse_attention
@@ -51,7 +50,7 @@ def dense_logits(model: Model, token_ids: list[int], layouts: dict[str, Layout])
             out = run.attention(block.attention, x) if layer is None else layer(x, ids)
             streams = hc.expand(streams, out, post, comb)
     pre = hc.mix(streams, model.hc_head, config.rms_eps).sigmoid() + config.hc_eps
-    return F.linear(rms_norm(hc.collapse(streams, pre), model.norm, config.rms_eps), model.head)
+    return model.ops.linear(rms_norm(hc.collapse(streams, pre), model.norm, config.rms_eps), model.head)[0]
 
 
 class _Dense:
@@ -68,13 +67,14 @@ class _Dense:
     def attention(self, att: Attention, x: Tensor) -> Tensor:
         config, plan = self.config, att.plan
         rope = self.rope[plan.rope]
-        latent = rms_norm(linear(x, att.wq_a), att.q_norm, config.rms_eps)
-        q = linear(latent, att.wq_b).view(-1, config.num_heads, config.head_dim)
+        latent, kv, *rest = att.ops.linear(x, att.of_x)
+        latent = rms_norm(latent, att.q_norm, config.rms_eps)
+        q = att.ops.linear(latent, att.wq_b)[0].view(-1, config.num_heads, config.head_dim)
         q = rotate(rms_norm(q, None, config.rms_eps), rope.unsqueeze(1))
-        kv = rotate(rms_norm(linear(x, att.wkv), att.kv_norm, config.rms_eps), rope)
+        kv = rotate(rms_norm(kv, att.kv_norm, config.rms_eps), rope)
         window = torch.cat([kv.new_zeros(self.reach, kv.shape[1]), self.round_trip("window", kv)])  # row i: position i - reach
-        entries = None if att.compressor is None else self.entries(att.compressor, x)
-        choose = None if att.indexer is None else self.chooser(att.indexer, x, latent)
+        entries = None if att.compressor is None else self.entries(att.compressor, rest.pop(0))
+        choose = None if att.indexer is None else self.chooser(att.indexer, *rest, latent)
         out = torch.empty_like(q)
         for start in range(0, self.length, QUERY_TILE):
             tile = self.positions[start : start + QUERY_TILE]
@@ -95,14 +95,15 @@ class _Dense:
                 config.head_dim**-0.5,
             ).squeeze(0)  # fmt: skip
         out = rotate(out, rope.conj().unsqueeze(1))
-        return linear(linear_grouped(out.view(self.length, config.o_groups, -1), att.wo_a).flatten(1), att.wo_b)
+        grouped = att.ops.linear_grouped(out.view(self.length, config.o_groups, -1), att.wo_a, config.o_groups)
+        return att.ops.linear(grouped.flatten(1), att.wo_b)[0]
 
-    def entries(self, compressor: Compressor, x: Tensor) -> Tensor:
+    def entries(self, compressor: Compressor, rows: Tensor) -> Tensor:
         """Entry w pools tokens [m w, m w + m), with ratio 4 also the m before with the other half of the projection."""
         ratio, count = compressor.ratio, self.length // compressor.ratio
         if not count:
-            return x.new_zeros(0, len(compressor.norm))
-        rows = F.linear(x, compressor.w) + compressor.bias[self.positions % ratio]
+            return rows.new_zeros(0, len(compressor.norm))
+        rows = rows + compressor.bias[self.positions % ratio]
         values, scores = (part[: count * ratio].view(count, ratio, -1) for part in rows.chunk(2, dim=1))
         if ratio == 4:
             (early, late), (early_s, late_s) = values.chunk(2, dim=2), scores.chunk(2, dim=2)
@@ -118,11 +119,13 @@ class _Dense:
         entry = rotate(pooled, self.rope["compress"][: count * ratio : ratio])
         return self.round_trip(compressor.kind, hadamard(entry) if compressor.kind.endswith("_index") else entry)
 
-    def chooser(self, indexer: Indexer, x: Tensor, latent: Tensor) -> Callable[[Tensor, Tensor, int], Tensor | None]:
-        keys = self.entries(indexer.compressor, x)
+    def chooser(
+        self, indexer: Indexer, head_weights: Tensor, rows: Tensor, latent: Tensor
+    ) -> Callable[[Tensor, Tensor, int], Tensor | None]:
+        keys = self.entries(indexer.compressor, rows)
         q, weights = index_query(
-            linear(latent, indexer.wq_b).view(-1, indexer.config.index_heads, indexer.config.index_head_dim),
-            linear(x, indexer.weights_proj),
+            indexer.ops.linear(latent, indexer.wq_b)[0].view(-1, indexer.config.index_heads, indexer.config.index_head_dim),
+            head_weights,
             self.rope["compress"],
             rotate_query=True,
             grid=self.layouts[indexer.compressor.kind].grid,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 Part = tuple[slice | int, ...]
 Weights = dict[str, Tensor | LinearWeight | RowTable]
+LoadWeights = Callable[
+    [Path, ModelConfig, torch.device, torch.dtype, bool, int, Mesh], Weights
+]  # the arguments of `load_weights`
 MAX_SCALE_EXPONENT = 20  # real scales are far below; bytes read as numbers are far above (J01)
 
 

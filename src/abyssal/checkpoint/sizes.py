@@ -36,11 +36,12 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> WeightBytes:
     sums = dict.fromkeys(("experts", "rest", "on_disk"), 0)
     for spec in expected_tensors(config).values():
         place = "on_disk" if spec.kind == "rows" else "experts" if spec.pieces else "rest"
-        sums[place] += _tensor_bytes(spec, config, dtype)
+        sums[place] += tensor_bytes(spec, config, dtype)
     return WeightBytes(num_experts=config.num_experts, **sums)
 
 
-def _tensor_bytes(spec: TensorSpec, config: ModelConfig, dtype: torch.dtype) -> int:
+def tensor_bytes(spec: TensorSpec, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one weight in a GPU's memory, or in the files for a table that is read row by row."""
     values = math.prod(spec.shape)
     if spec.kind in ("fp32", "expert_ids"):
         return 4 * values

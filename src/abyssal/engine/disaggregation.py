@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from abyssal.config import EngineConfig
-from abyssal.engine.engine import Engine
+from abyssal.engine.engine import Engine, Scheduled
 from abyssal.engine.link import Link
 from abyssal.engine.request import EngineRequest, RequestUpdate
 from abyssal.engine.sampler import SampledToken
@@ -111,6 +111,10 @@ class PrefillEngine(Engine):
         for request_id in [name for name, outgoing in self._outgoing.items() if self._send(outgoing)]:
             self.abort(request_id)
         return updates
+
+    def _can_fly(self, scheduled: Scheduled) -> bool:
+        """Never: a step launched ahead would change the state that is handed over."""
+        return False
 
     def _commit(self, seq: Sequence, count: int, token: SampledToken | None) -> RequestUpdate | None:
         update = super()._commit(seq, count, token)

@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from abyssal.checkpoint.loader import LoadWeights, load_weights
 from abyssal.checkpoint.source import resolve_model
 from abyssal.config import EngineConfig, resolve
+from abyssal.engine.flight import Flight
 from abyssal.engine.request import EngineLimits, EngineRequest, FinishReason, RequestUpdate, check_ids, check_request
 from abyssal.engine.runner import Runner
-from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, sample
+from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, sample, sample_plain, unusable
 from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
 from abyssal.engine.swap import SwapSpace
 from abyssal.errors import EngineDeadError, RequestError
+from abyssal.kv.batch import Chunk
 from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
@@ -82,8 +85,12 @@ class EngineStats:
 class Engine:
     """Continuous batching over one `Runner`. Not thread-safe: one thread adds, aborts and steps."""
 
-    def __init__(self, config: EngineConfig, comm: Comm = ALONE) -> None:
-        """Of several ranks each has an engine; those of one replica are given the same requests and steps."""
+    def __init__(self, config: EngineConfig, load: LoadWeights = load_weights, comm: Comm = ALONE) -> None:
+        """
+        Args:
+            load: reads the weights; a benchmark makes them up.
+            comm: of several ranks each has an engine; those of one replica are given the same requests and steps.
+        """
         self.comm = comm
         folder = resolve_model(config.model)
         model_config = load_model_config(folder)
@@ -92,7 +99,7 @@ class Engine:
             torch.set_num_threads(self.config.num_threads)
         # For callers in this process; here it tells which ids mean something, and which end a text.
         self.tokenizer = tokenizer = Tokenizer.load(folder, model_config.vocab_size)
-        self.runner = Runner(folder, model_config, self.config, tokenizer, comm)
+        self.runner = Runner(folder, model_config, self.config, tokenizer, load, comm)
         self.cache = self.runner.cache
         eos = model_config.eos_token_ids
         self.info = EngineInfo(
@@ -112,6 +119,8 @@ class Engine:
         self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes, comm.agree)
         self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._sequences: dict[str, Sequence] = {}
+        self._flight: Flight | None = None  # a decode step whose tokens nobody has asked for yet
+        self._landed: list[RequestUpdate] = []  # found out between steps, to be reported by the next
         self._requests_seen = 0
         self._steps = self._prompt_tokens = self._cached_tokens = self._generation_tokens = 0
         self._log_start()
@@ -204,6 +213,7 @@ class Engine:
         Raises:
             RequestError: the request is unknown or nothing of it is in the caches.
         """
+        self._land_between_steps()
         seq = self._sequences.get(request_id)
         if seq is None or seq.num_computed == 0:
             raise RequestError(f"request {request_id!r} has nothing in the caches; export it while it runs", param="request_id")
@@ -219,6 +229,7 @@ class Engine:
             RequestError: the request is not the one handed over, cannot be served, or there is no room at this time.
         """
         check(self.cache, handed)
+        self._land_between_steps()
         prompt, output = request.prompt_ids, handed.token_ids[len(request.prompt_ids) :]
         seq = self._new_sequence(request, output)
         if handed.token_ids[: len(prompt)] != prompt:
@@ -235,23 +246,30 @@ class Engine:
         self.scheduler.running.append(seq)
 
     def has_unfinished(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences or self._landed)
 
     def poll_ms(self) -> int | None:
         """Milliseconds that whoever steps the engine may wait for messages before the next step; None: for as long as none comes."""
-        return 0 if self._sequences else None
+        return 0 if self._sequences or self._landed else None
 
     def step(self) -> list[RequestUpdate]:
         """Compute one batch and report what each request got.
 
+        Plain decode steps are launched one ahead: such a step reports what the one before it computed, the first of them nothing.
+
         Raises:
             EngineDeadError: the device is lost; the engine cannot go on.
         """
+        landed, self._landed = self._landed, []
+        if self._flight is not None:
+            return landed + self._follow(self._flight)
         scheduled = self.scheduler.schedule()
         if not scheduled:
-            return self._refuse_head()
+            return landed + self._refuse_head()
         self._steps += 1
-        return self._run(scheduled)
+        if self._can_fly(scheduled):
+            return landed + self._launch([seq for seq, _ in scheduled], None)
+        return landed + self._run(scheduled)
 
     def close(self) -> None:
         """Nothing is to be ended: weights and caches go with the object."""
@@ -290,11 +308,19 @@ class Engine:
         except Exception as error:
             if _device_lost(error):
                 raise EngineDeadError(f"the device failed: {error}") from error
-            if self.comm.mesh.size > 1:  # the others are in the middle of this step, and would wait for this rank
-                raise EngineDeadError(f"a step failed on rank {self.comm.mesh.rank}: {error}") from error
-            if len(scheduled) == 1:
-                log.exception("request %s failed", scheduled[0][0].request.request_id)
-                return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
+            return self._recover(scheduled, error)
+
+    def _recover(self, scheduled: Scheduled, error: Exception) -> list[RequestUpdate]:
+        """The step of `scheduled` failed with `error`.
+
+        Raises:
+            EngineDeadError: other ranks are in the middle of this step, and would wait for this one.
+        """
+        if self.comm.mesh.size > 1:
+            raise EngineDeadError(f"a step failed on rank {self.comm.mesh.rank}: {error}") from error
+        if len(scheduled) == 1:
+            log.error("request %s failed", scheduled[0][0].request.request_id, exc_info=error)
+            return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
         # One of several sequences broke the step, half-way through the layers: no record can be relied on. Each is computed again
         # from its first token, alone, and only the culprit ends.
         ends = [(seq, seq.num_computed + count) for seq, count in scheduled]
@@ -315,6 +341,95 @@ class Engine:
                 return []
             updates = self._run([(seq, count)])
         return updates
+
+    def _can_fly(self, scheduled: Scheduled) -> bool:
+        """Whether the tokens of a step need not be known before the next is launched.
+
+        N-gram tables are read by the host, from a token's text; and what a sequence alone broke has to show at once.
+        """
+        return (
+            self.runner.decoder is not None
+            and self.runner.ngrams is None
+            and all(count == 1 and seq.num_remaining == 1 and seq.sampler.is_plain for seq, count in scheduled)
+            and not any(_prompt_positions(seq, seq.num_computed, seq.num_computed + 1) for seq, _ in scheduled)
+        )
+
+    def _launch(self, sequences: list[Sequence], before: Flight | None) -> list[RequestUpdate]:
+        """Launch a decode step of `sequences`, whose pages are allocated, then wait for `before`, from which it takes its tokens."""
+        broken: Exception | None = None
+        try:
+            self._flight = self._take_off(sequences, before)
+        except Exception as error:
+            if _device_lost(error):
+                raise EngineDeadError(f"the device failed: {error}") from error
+            broken = error
+        updates = [] if before is None else self._land(before)
+        if broken is not None:
+            updates += self._recover([(seq, 1) for seq in sequences if self._is_unfinished(seq)], broken)
+        return updates
+
+    @torch.inference_mode()
+    def _take_off(self, sequences: list[Sequence], before: Flight | None) -> Flight:
+        decoder = self.runner.decoder
+        assert decoder is not None, "steps are launched ahead by the decoder only"
+        ahead = int(before is not None)
+        positions = [seq.num_computed + ahead for seq in sequences]
+        if before is None:
+            chunks = [Chunk(seq.token_ids[-1:], start, seq.cache) for seq, start in zip(sequences, positions, strict=True)]
+            tokens = None
+        else:
+            chunks = [Chunk([0], start, seq.cache) for seq, start in zip(sequences, positions, strict=True)]
+            tokens = before.tokens_of(sequences)
+        result = sample_plain(decoder(chunks, tokens), [seq.sampler for seq in sequences], ahead)
+        return Flight.launched(sequences, positions, result)
+
+    def _follow(self, flight: Flight) -> list[RequestUpdate]:
+        """Launch the step after `flight`, if it is one of the same kind, then wait for `flight`."""
+        self._flight = None
+        following = self._following(flight)
+        if not following:
+            return self._land(flight)
+        self._steps += 1
+        return self._launch(following, flight)
+
+    def _following(self, flight: Flight) -> list[Sequence]:
+        """Sequences of the decode step after `flight`, their pages allocated; empty: the scheduler has to decide what comes next."""
+        scheduler = self.scheduler
+        if scheduler.waiting and len(scheduler.running) < scheduler.max_num_seqs:
+            return []
+        flying = [seq for seq, start in flight if self._is_at(seq, start)]
+        if len(flying) != len(scheduler.running):
+            return []
+        going_on = [seq for seq in flying if seq.num_output + 1 < seq.max_new_tokens]
+        for seq in going_on:
+            if not self.cache.allocate(seq.cache, seq.num_computed + 1, seq.num_computed + 2):
+                return []
+        return going_on
+
+    def _land(self, flight: Flight) -> list[RequestUpdate]:
+        """Wait for `flight` and report its tokens; those of requests that ended or gave up their pages since are dropped."""
+        try:
+            tokens, usable = flight.land()
+        except RuntimeError as error:
+            raise EngineDeadError(f"the device failed: {error}") from error
+        updates = []
+        for (seq, start), token, ok in zip(flight, tokens, usable, strict=True):
+            if self._is_at(seq, start):
+                update = self._commit(seq, 1, SampledToken(token) if ok else unusable())
+                updates += [] if update is None else [update]
+        return updates
+
+    def _land_between_steps(self) -> None:
+        """Have the host know what the device knows."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._landed += self._land(flight)
+
+    def _is_unfinished(self, seq: Sequence) -> bool:
+        return self._sequences.get(seq.request.request_id) is seq
+
+    def _is_at(self, seq: Sequence, position: int) -> bool:
+        return self._is_unfinished(seq) and seq.num_computed == position
 
     def _compute(self, scheduled: Scheduled) -> list[RequestUpdate]:
         chunks, rows, offset = [], [], 0

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from abyssal.checkpoint.loader import load_weights
+from abyssal.checkpoint.loader import LoadWeights, load_weights
 from abyssal.config import EngineConfig, ModelConfig
+from abyssal.engine.decoder import Decoder
 from abyssal.errors import ConfigError
 from abyssal.kv.batch import Chunk, build_batch
 from abyssal.kv.planner import PoolSizes, divide_budget
@@ -18,6 +19,7 @@ from abyssal.kv.prefix import PrefixIndex
 from abyssal.kv.specs import plan_caches
 from abyssal.model.model import Model
 from abyssal.ops._select import select_ops
+from abyssal.ops.linear import LinearWeight
 from abyssal.ops.ngram_hash import NgramHash, ngram_hash
 from abyssal.parallel.comm import ALONE, Comm
 from abyssal.tokenizer import Tokenizer
@@ -29,38 +31,55 @@ class Runner:
     """One model on one device, with its page pools."""
 
     def __init__(
-        self, folder: Path, model_config: ModelConfig, config: EngineConfig, tokenizer: Tokenizer | None, comm: Comm = ALONE
+        self,
+        folder: Path,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        load: LoadWeights = load_weights,
+        comm: Comm = ALONE,
     ) -> None:
-        """`config` is resolved: no option is "auto"."""
+        """`config` is resolved: no option is "auto". `load` reads the weights; a benchmark makes them up."""
         self.model_config, self.config = model_config, config
         self.comm = comm
         local = comm.mesh.local(model_config)
         self.ngrams = _ngram_hash(model_config, tokenizer)
         self.device = torch.device(config.device)
-        dtype = getattr(torch, config.dtype)
+        self.dtype = dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
         # Before the weights: what does not fit is cheap to find.
         self.plan = plan_caches(model_config, *config.record_layouts)
         self.ops = select_ops(config, local, self.plan, self.device)
         first = comm.mesh.rank == 0
-        weights = load_weights(folder, model_config, self.device, dtype, first, config.engram_cache_bytes, comm.mesh)
+        weights = load(folder, model_config, self.device, dtype, first, config.engram_cache_bytes, comm.mesh)
+        self.quantised = any(isinstance(w, LinearWeight) and w.format != "plain" for w in weights.values())
         self.model = Model(weights, local, dtype, self.ops, comm)
         longest = config.max_model_len or model_config.max_position
         self.sizes = divide_budget(
             self.plan, comm.smallest(self._budget()), config.max_num_seqs, config.max_num_batched_tokens, longest
         )
         self.max_model_len = self._max_model_len(self.sizes)
-        identity = self._identity()
+        identity = comm.share(self._identity().encode()).decode()
         prefix = PrefixIndex(repr((identity, config.record_layouts))) if config.enable_prefix_caching else None
         self.cache = KVCache(self.plan, self.sizes.num_pages, self.device, prefix, identity)
+        self.decoder: Decoder | None = None
+        if config.enable_cuda_graphs:
+            self.decoder = Decoder(
+                model_config, self.model, self.cache, self.ngrams, self.device, config.max_num_seqs, self.max_model_len
+            )
 
     @property
     def capacity_tokens(self) -> int:
         return self.sizes.capacity_tokens or self.model_config.max_position
 
     def __call__(self, chunks: list[Chunk], logit_rows: list[int]) -> Tensor:
-        """Compute `chunks` (pages allocated, single tokens first) -> logits fp32 [len(logit_rows), V] on the device."""
+        """Compute `chunks` (pages allocated, single tokens first) -> logits fp32 [len(logit_rows), V] on the device.
+
+        They hold until the next call.
+        """
         self.comm.enter(sum(len(chunk.token_ids) for chunk in chunks))
+        if self.decoder is not None and self.decoder.takes(chunks) and len(logit_rows) == len(chunks):
+            return self.decoder(chunks)
         batch = build_batch(
             self.model_config, self.cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists
         )
@@ -72,13 +91,9 @@ class Runner:
         return Chunk(token_ids[start:end], start, cache, token_ids[max(0, start - history) : start])
 
     def _identity(self) -> str:
-        """Says which model and dtype make the records, wherever the checkpoint lies: any training changes the weights sampled here.
-
-        Ranks of a replica hold the same records, and sample what each has whole.
-        """
+        """Says which model and dtype make the records, wherever the checkpoint lies: any training changes the weights sampled here."""
         facts = repr((self.model_config, self.config.dtype)).encode()
-        sample = torch.cat([self.model.norm.flatten().float(), self.model.blocks[-1].moe.gate[:8].flatten().float()])
-        return hashlib.sha256(facts + sample.cpu().numpy().tobytes()).hexdigest()
+        return hashlib.sha256(facts + self.model.sample.cpu().numpy().tobytes()).hexdigest()
 
     def _budget(self) -> int:
         if self.config.kv_cache_bytes is not None:

@@ -13,17 +13,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from abyssal.engine.request import SamplingParams, TokenLogprobs, ending_token_ids
 from abyssal.errors import RequestError
+from abyssal.kv.decode import staged
 from abyssal.ops.select_topk import select_topk
 
 LOGPROB_FLOOR = -9999.0  # stands for everything below, minus infinity too: JSON has no infinity
 _TEMPERATURES = (1e-6, 1e30)  # beyond these, fp32 quotients of logits overflow or vanish
 _PENALTIES = (1e-30, 1e30)  # likewise products
 _WEIGHT_ONE = 2.0**40  # probabilities become integers of 2^-40: their sums are exact in any order, on any device
+_NO_LIMIT = 1 << 40  # a top_k beyond every vocabulary
 _ROWS_PER_SLICE = 64  # rows scored at once: [64, 129280] fp32 is 33 MB
 
 
@@ -99,10 +102,22 @@ class SamplerState:
         if self.mask is not None:
             self.mask.apply(logits)
 
-    def next_uniform(self) -> float:
-        """The random number in [0, 1) for the next token: 53 bits of a hash of the stream and the number of the token."""
-        digest = hashlib.blake2b(f"{self._stream} {len(self.output_ids)}".encode(), digest_size=8).digest()
+    @property
+    def is_plain(self) -> bool:
+        """Whether, from the next token on, tokens follow from logits and random numbers alone, and nothing but tokens is asked for."""
+        return not self.edits_logits and self.params.logprobs is None
+
+    def next_uniform(self, ahead: int = 0) -> float:
+        """The random number in [0, 1) for the next token: 53 bits of a hash of the stream and the number of the token.
+
+        `ahead` tokens are drawn and not appended yet.
+        """
+        digest = hashlib.blake2b(f"{self._stream} {len(self.output_ids) + ahead}".encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+    @property
+    def truncates(self) -> bool:
+        return self.params.top_k > 0 or self.params.top_p < 1
 
     @property
     def _masks_endings(self) -> bool:
@@ -143,7 +158,8 @@ def sample(logits: Tensor, states: list[SamplerState]) -> list[SampledToken]:
     best, tokens = edited.max(-1)  # the first of equal values, as max is documented
     drawn = [i for i, state in enumerate(states) if state.params.temperature > 0]
     if drawn:
-        tokens[drawn] = _draw(edited[drawn], [states[i] for i in drawn])
+        settings = _Settings.of([states[i] for i in drawn], 0, logits.device)
+        tokens[drawn] = _draw(edited[drawn], settings, any(states[i].truncates for i in drawn))
     # NaN and +inf surface in their row's largest value, and a row without any candidate has -inf: the maximum tells all.
     raw_best = best if edited is logits else logits.amax(-1)
     chosen, model_ok, usable = torch.stack((tokens, raw_best.isfinite(), best.isfinite())).tolist()
@@ -152,6 +168,29 @@ def sample(logits: Tensor, states: list[SamplerState]) -> list[SampledToken]:
     scores = _score(logits[rows], [chosen[i] for i in rows], [states[i].params.logprobs or 0 for i in rows]) if rows else []
     logprobs = dict(zip(rows, scores, strict=True))
     return [SampledToken(-1, error=e) if e else SampledToken(chosen[i], logprobs.get(i)) for i, e in enumerate(errors)]
+
+
+def sample_plain(logits: Tensor, states: list[SamplerState], ahead: int) -> Tensor:
+    """The tokens that `sample` chooses where all `states` are plain, without waiting for the device.
+
+    Args:
+        logits: fp32 [S, V].
+        ahead: tokens of each request that are drawn and not appended to its state yet.
+
+    Returns:
+        int64 [2, S] on the device: tokens, valid ids in any case, and whether the logits were usable.
+    """
+    best, tokens = logits.max(-1)
+    if any(state.params.temperature > 0 for state in states):
+        settings = _Settings.of(states, ahead, logits.device)
+        drawn = _draw(logits, settings, any(state.truncates for state in states))
+        tokens = torch.where(settings.draws, drawn, tokens)
+    return torch.stack((tokens, best.isfinite()))
+
+
+def unusable() -> SampledToken:
+    """What becomes of a request whose logits were not usable."""
+    return SampledToken(-1, error=_complaint(model_ok=False, usable=False))
 
 
 def prompt_logprobs(logits: Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -195,39 +234,59 @@ def _penalise(row: Tensor, seen: Tensor, counts: Tensor, params: SamplingParams)
     return row - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
 
 
-def _draw(logits: Tensor, states: list[SamplerState]) -> Tensor:
-    """One token id int64 per row of edited logits [R, V], temperatures above 0."""
-    uniform = torch.tensor([[s.next_uniform()] for s in states], dtype=torch.float64, device=logits.device)
-    weights = _weights(logits, states)
-    truncated = [i for i, s in enumerate(states) if s.params.top_k > 0 or s.params.top_p < 1]
-    if truncated:
-        weights[truncated] = _truncate(logits[truncated], weights[truncated], [states[i] for i in truncated])
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What drawing needs to know of R rows, on the device of their logits; each [R, 1]."""
+
+    temperatures: Tensor  # fp32
+    min_p: Tensor  # fp64
+    top_k: Tensor  # int64, the vocabulary for no limit
+    top_p: Tensor  # fp64
+    uniform: Tensor  # fp64
+    draws: Tensor  # bool [R], temperature above 0; other rows draw in vain
+
+    @classmethod
+    def of(cls, states: list[SamplerState], ahead: int, device: torch.device) -> _Settings:
+        rows = [
+            (p.temperature, p.min_p, p.top_k or _NO_LIMIT, p.top_p, s.next_uniform(ahead)) for s in states for p in (s.params,)
+        ]
+        values = np.array(rows, np.float64).T[:, :, None]
+        temperatures, min_p, top_k, top_p, uniform = staged(values, device).to(device, non_blocking=True)
+        return cls(
+            temperatures.clamp(*_TEMPERATURES).float(), min_p, top_k.long(), top_p, uniform, draws=temperatures.squeeze(1) > 0
+        )
+
+
+def _draw(logits: Tensor, settings: _Settings, truncates: bool) -> Tensor:
+    """One token id int64 per row of edited logits [R, V]; `truncates`: whether some row has a top_k or top_p."""
+    weights = _weights(logits, settings)
+    if truncates:
+        weights = _truncate(logits, weights, settings)
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     # The product may round up to the total, where no token lies. The last minimum is for rows that end in an error anyway.
-    target = torch.minimum((uniform * total).long(), total - 1)
+    target = torch.minimum((settings.uniform * total).long(), total - 1)
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
-def _weights(logits: Tensor, states: list[SamplerState]) -> Tensor:
+def _weights(logits: Tensor, settings: _Settings) -> Tensor:
     """Probabilities after temperature and min_p, as int64 [R, V] multiples of 2^-40."""
-    temperatures = [[_clamp(s.params.temperature, _TEMPERATURES)] for s in states]
-    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.tensor(temperatures, device=logits.device)
+    scaled = (logits - logits.amax(-1, keepdim=True)) / settings.temperatures
     weights = (scaled.softmax(-1).double() * _WEIGHT_ONE).long()
-    min_p = torch.tensor([[s.params.min_p] for s in states], dtype=torch.float64, device=logits.device)
-    return torch.where(weights >= min_p * weights.amax(-1, keepdim=True), weights, 0)
+    return torch.where(weights >= settings.min_p * weights.amax(-1, keepdim=True), weights, 0)
 
 
-def _truncate(logits: Tensor, weights: Tensor, states: list[SamplerState]) -> Tensor:
-    """Zero the weights [R, V] outside the top_k largest logits and, of those left, outside the smallest set of mass top_p."""
+def _truncate(logits: Tensor, weights: Tensor, settings: _Settings) -> Tensor:
+    """Zero the weights [R, V] outside the top_k largest logits and, of those left, outside the smallest set of mass top_p.
+
+    A row without limits keeps all of its weights.
+    """
     vocab, device = logits.shape[-1], logits.device
     order = logits.sort(dim=-1, descending=True, stable=True).indices  # stable: ties in the order of ids
     ranked = weights.gather(-1, order)
-    top_k = torch.tensor([[s.params.top_k or vocab] for s in states], device=device)
-    ranked = torch.where(torch.arange(vocab, device=device) < top_k, ranked, 0)
-    top_p = torch.tensor([[s.params.top_p] for s in states], dtype=torch.float64, device=device)
+    ranked = torch.where(torch.arange(vocab, device=device) < settings.top_k, ranked, 0)
     cumulative = ranked.cumsum(-1)
-    ranked = torch.where(cumulative - ranked < top_p * cumulative[:, -1:], ranked, 0)
+    ranked = torch.where(cumulative - ranked < settings.top_p * cumulative[:, -1:], ranked, 0)
     return torch.zeros_like(weights).scatter_(-1, order, ranked)
 
 

@@ -178,10 +178,10 @@ def build_batch(
         rope={name: rope_table(positions_t, rope) for name, rope in ropes.items()},
         groups=[] if as_lists else _query_groups(cache.specs["window"], ratios, chunks, offsets, device),
         lists=_query_lists(config, cache, ratios, chunks, offsets, tables, device) if as_lists else None,
-        stores={n: _store_facts(s, chunks, offsets, device) for n, s in cache.specs.items() if _stores_tokens(s)},
+        stores={n: _store_facts(s, chunks, offsets, device) for n, s in cache.specs.items() if stores_tokens(s)},
         compress={r: _compress_facts(config, cache, r, chunks, offsets, positions_t) for r in ratios},
         tables=tables,
-        engram_rows=None if ngrams is None else _engram_rows(ngrams, chunks),
+        engram_rows=None if ngrams is None else engram_rows(ngrams, chunks),
     )
 
 
@@ -190,13 +190,13 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
-def _engram_rows(ngrams: NgramHash, chunks: list[Chunk]) -> Tensor:
+def engram_rows(ngrams: NgramHash, chunks: list[Chunk]) -> Tensor:
     for chunk in chunks:
         assert len(chunk.before) == min(chunk.start, ngrams.history), f"{len(chunk.before)} ids before position {chunk.start}"
     return torch.from_numpy(np.concatenate([ngrams.rows(c.before, c.token_ids) for c in chunks], axis=1))
 
 
-def _stores_tokens(spec: CacheSpec) -> bool:
+def stores_tokens(spec: CacheSpec) -> bool:
     return spec.lifetime != "context" and spec.ratio == 1
 
 
@@ -372,7 +372,7 @@ def _query_lists(
     visible = {r: (positions + 1) // r for r in ratios}
     most = {r: int(v.max()) for r, v in visible.items()}
     wholly = {f"c{p.ratio}" for p in config.layers if p.selection == "all" or (p.ratio and most[p.ratio] <= config.index_topk)}
-    whole = {name: _page_slots(tables[name], cache.specs[name], most[cache.specs[name].ratio]) for name in wholly}
+    whole = {name: page_slots(tables[name], cache.specs[name], most[cache.specs[name].ratio]) for name in wholly}
     one_each = len(positions) == len(chunks)
     return QueryLists(
         sequences=None if one_each else _tensor(np.repeat(np.arange(len(chunks)), counts), device),
@@ -385,7 +385,7 @@ def _query_lists(
     )
 
 
-def _page_slots(pages: Tensor, spec: CacheSpec, count: int) -> Tensor:
+def page_slots(pages: Tensor, spec: CacheSpec, count: int) -> Tensor:
     """pages int32 [..., P] -> slots int32 [..., count] of the first `count` entries; beyond a sequence's last page in the zero page."""
     entry = torch.arange(count, dtype=torch.int32, device=pages.device)
     return pages.index_select(-1, entry // spec.entries_per_page) * spec.entries_per_page + entry % spec.entries_per_page

@@ -85,7 +85,7 @@ class Part:
         """Indices of the entries of one kind, in the order in which they travel."""
         if spec.lifetime == "context":
             return np.arange(self.start // spec.ratio, self.end // spec.ratio)
-        return _entries(spec, self.end) if self.last else np.arange(0)
+        return stored_entries(spec, self.end) if self.last else np.arange(0)
 
 
 def export(cache: KVCache, seq: SequenceCache, token_ids: list[int]) -> HandOver:
@@ -95,8 +95,8 @@ def export(cache: KVCache, seq: SequenceCache, token_ids: list[int]) -> HandOver
         token_ids: of the sequence, at least those computed.
     """
     assert 0 < seq.num_tokens <= len(token_ids), (seq.num_tokens, len(token_ids))
-    kinds = {name: _describe(spec) for name, spec in cache.specs.items()}
-    records = {name: _read(cache, spec, seq, _entries(spec, seq.num_tokens)).cpu() for name, spec in cache.specs.items()}
+    kinds = {name: describe(spec) for name, spec in cache.specs.items()}
+    records = {n: _read(cache, spec, seq, stored_entries(spec, seq.num_tokens)).cpu() for n, spec in cache.specs.items()}
     return HandOver(cache.identity, list(token_ids), seq.num_tokens, seq.folded, kinds, records)
 
 
@@ -115,7 +115,7 @@ def restore(cache: KVCache, seq: SequenceCache, handed: HandOver) -> bool:
         return False
     for name, spec in cache.specs.items():
         first = known // spec.ratio if spec.lifetime == "context" else 0
-        slots = torch.from_numpy(entry_slots(spec, seq.tables[name], _entries(spec, handed.num_tokens)[first:]))
+        slots = torch.from_numpy(entry_slots(spec, seq.tables[name], stored_entries(spec, handed.num_tokens)[first:]))
         assert (slots >= 0).all(), name
         records = handed.records[name][:, first:].flatten(0, 1).to(cache.views[name].device)
         cache.views[name].write_bytes(slots.flatten().long().to(records.device), records)
@@ -156,7 +156,7 @@ def check(cache: KVCache, handed: HandOver) -> None:
         raise HandOverError(
             "the hand-over comes from another model or dtype than this engine's; both must load the same checkpoint"
         )
-    kinds = {name: _describe(spec) for name, spec in cache.specs.items()}
+    kinds = {name: describe(spec) for name, spec in cache.specs.items()}
     for name in kinds | handed.kinds:
         here, there = kinds.get(name), handed.kinds.get(name)
         if here != there:
@@ -167,14 +167,14 @@ def check(cache: KVCache, handed: HandOver) -> None:
     if not 0 < tokens <= len(handed.token_ids) or not max(0, tokens - ROLL_BACK) <= folded <= tokens:
         raise HandOverError(f"the hand-over contradicts itself: {tokens} of {len(handed.token_ids)} tokens, sums up to {folded}")
     for name, spec in cache.specs.items():
-        expected = (len(spec.layers), len(_entries(spec, tokens)), spec.layout.bytes_per_entry)
+        expected = (len(spec.layers), len(stored_entries(spec, tokens)), spec.layout.bytes_per_entry)
         records = handed.records.get(name)
         if records is None or records.dtype != torch.uint8 or tuple(records.shape) != expected:
             found = None if records is None else (records.dtype, tuple(records.shape))
             raise HandOverError(f"cache kind {name!r} of the hand-over has {found}; {tokens} tokens need uint8 {expected}")
 
 
-def _entries(spec: CacheSpec, tokens: int) -> np.ndarray:
+def stored_entries(spec: CacheSpec, tokens: int) -> np.ndarray:
     """Indices of the entries that a sequence of `tokens` tokens reads next."""
     if spec.lifetime == "record":
         return np.arange(spec.record_entries)
@@ -202,7 +202,7 @@ def _meaningful(spec: CacheSpec, seq: SequenceCache) -> Tensor:
     return used
 
 
-def _describe(spec: CacheSpec) -> dict[str, Any]:
+def describe(spec: CacheSpec) -> dict[str, Any]:
     """What two engines must agree on; where pages end is each one's own affair."""
     return {
         "layout": spec.layout.name,

@@ -113,6 +113,7 @@ class SequenceCache:
     num_tokens: int = 0  # computed and not taken back
     folded: int = 0  # token up to which rows of its group are in the sums of record kinds; the rows from there on are kept
     final: int = 0  # tokens that cannot be taken back any more
+    changed: set[str] = field(default_factory=set)  # kinds whose table has changed since a copy of it was brought up to date
 
     def folded_after(self, end: int) -> int:
         """`folded` after a step that ends at token `end`."""
@@ -184,7 +185,7 @@ class KVCache:
             if count > self.pools[bucket].num_free:
                 self._make_room(bucket, count)
         for name, blocks in wanted.items():
-            self._add_blocks(name, seq.tables[name], blocks)
+            self._add_blocks(seq, name, blocks)
         return True
 
     def reuse(self, seq: SequenceCache, token_ids: list[int]) -> int:
@@ -204,7 +205,7 @@ class KVCache:
         self._hold(seq, chain)
         self._each(PagePool.share, windows)
         for name, pages in windows.items():
-            seq.tables[name] = PageTable(pages.copy(), self._stop_blocks(self.specs[name], end).start)
+            self._set_table(seq, name, PageTable(pages.copy(), self._stop_blocks(self.specs[name], end).start))
         seq.num_tokens = seq.folded = seq.final = end
         return end
 
@@ -219,7 +220,11 @@ class KVCache:
         for name in chain[0].pages:
             pages = np.concatenate([block.pages[name] for block in chain], axis=1)
             self._each(PagePool.share, {name: pages})
-            seq.tables[name] = PageTable(pages)
+            self._set_table(seq, name, PageTable(pages))
+
+    def _set_table(self, seq: SequenceCache, name: str, table: PageTable) -> None:
+        seq.tables[name] = table
+        seq.changed.add(name)
 
     def commit(self, seq: SequenceCache, token_ids: list[int], end: int, rejected: int = 0) -> None:
         """Tokens [0, end) of `seq` are computed: keep its complete blocks. To be called before `release_unneeded`.
@@ -254,7 +259,7 @@ class KVCache:
         del seq.keys[end // BLOCK_TOKENS :]  # other tokens may come instead
         for name, spec in self.specs.items():
             if spec.lifetime != "record":
-                self._drop_from(name, seq.tables[name], spec.blocks(end).stop)
+                self._drop_from(seq, name, spec.blocks(end).stop)
 
     def _keep_block(self, seq: SequenceCache, index: int) -> Block:
         """Put block `index` of `seq` into the prefix index, or let `seq` hold the pages of the equal one that is there."""
@@ -271,6 +276,7 @@ class KVCache:
                 entries = self.specs[name].entries_per_page
                 first = index * BLOCK_TOKENS // self.specs[name].ratio // entries - seq.tables[name].first_block
                 seq.tables[name].pages[:, first : first + pages.shape[1]] = block.pages[name]
+                seq.changed.add(name)
             self._each(PagePool.share, block.pages)
             self._each(PagePool.give_back, own)
         if block.windows is None and windows is not None:
@@ -348,7 +354,7 @@ class KVCache:
         """Return window pages that no query after `end` tokens reads."""
         for name, spec in self.specs.items():
             if spec.lifetime == "window":
-                self._drop_before(name, seq.tables[name], spec.blocks(end).start)
+                self._drop_before(seq, name, spec.blocks(end).start)
 
     def free(self, seq: SequenceCache) -> None:
         """Return every page of `seq`; it is then empty."""
@@ -357,7 +363,7 @@ class KVCache:
             self.prefix.leave(block)
         seq.blocks = []
         for name, table in seq.tables.items():
-            self._drop_before(name, table, table.end_block)
+            self._drop_before(seq, name, table.end_block)
             table.first_block = 0
         seq.num_tokens = seq.folded = seq.final = 0
 
@@ -384,9 +390,11 @@ class KVCache:
             needed = sorted({block for tail in tails for block in tail if block >= first_block})
         return [b for b in needed if not _has_block(table, b)]
 
-    def _add_blocks(self, name: str, table: PageTable, blocks: list[int]) -> None:
+    def _add_blocks(self, seq: SequenceCache, name: str, blocks: list[int]) -> None:
         if not blocks:
             return
+        table = seq.tables[name]
+        seq.changed.add(name)
         layers = len(self.specs[name].layers)
         if table.pages.shape[1] == 0:
             table.first_block = blocks[0]
@@ -397,16 +405,20 @@ class KVCache:
         table.pages[:, np.array(blocks) - table.first_block] = pages.reshape(layers, -1)
         self.used_by_kind[name] += len(pages)
 
-    def _drop_before(self, name: str, table: PageTable, block: int) -> None:
+    def _drop_before(self, seq: SequenceCache, name: str, block: int) -> None:
+        table = seq.tables[name]
         count = min(block - table.first_block, table.pages.shape[1])
         if count <= 0:
             return
+        seq.changed.add(name)
         dropped = table.pages[:, :count]
         self._each(PagePool.give_back, {name: dropped[dropped != NO_PAGE]})
         table.pages = table.pages[:, count:].copy()
         table.first_block += count
 
-    def _drop_from(self, name: str, table: PageTable, block: int) -> None:
+    def _drop_from(self, seq: SequenceCache, name: str, block: int) -> None:
+        table = seq.tables[name]
+        seq.changed.add(name)
         count = max(0, block - table.first_block)
         dropped = table.pages[:, count:]
         self._each(PagePool.give_back, {name: dropped[dropped != NO_PAGE]})
@@ -476,7 +488,10 @@ class RecordView:
         return values.view(*slots.shape, layout.dim)
 
     def write(self, slots: Tensor, values: Tensor) -> None:
-        """slots int [n], none negative; values [n, dim]."""
+        """slots int [n], -1 where the row is not stored; values [n, dim]."""
+        stored = slots >= 0
+        if not stored.all():
+            slots, values = slots[stored], values[stored]
         layout = self.spec.layout
         if layout.grid is None:
             rows = values.to(layout.dtype)

@@ -12,8 +12,7 @@ from abyssal.model.compressor import Compressor
 from abyssal.model.indexer import Indexer
 from abyssal.model.weights import Weights
 from abyssal.ops._select import Ops, Selection
-from abyssal.ops.linear import linear, linear_grouped
-from abyssal.ops.norm import rms_norm
+from abyssal.ops.linear import LinearWeight
 from abyssal.parallel.comm import Comm
 
 
@@ -22,31 +21,31 @@ class Attention:
         plan = config.layers[layer]
         self.plan, self.config, self.dtype, self.ops = plan, config, dtype, ops
         self.comm = comm
-        self.wq_a, self.wq_b = weights.linear("wq_a"), weights.linear("wq_b")
-        self.wkv = weights.linear("wkv")
-        self.wo_a, self.wo_b = weights.linear("wo_a"), weights.linear("wo_b")
+        self.wq_b, self.wo_a, self.wo_b = (ops.prepare_linear(weights.linear(name)) for name in ("wq_b", "wo_a", "wo_b"))
         self.q_norm, self.kv_norm = weights.tensor("q_norm.weight"), weights.tensor("kv_norm.weight")
         self.sink = weights.tensor("attn_sink")
         self.compressor = self.indexer = None
+        of_x: list[LinearWeight | Tensor] = [weights.linear("wq_a"), weights.linear("wkv")]
         if plan.owns_compressor:
-            self.compressor = Compressor(weights.below("compressor"), config, layer, f"c{plan.ratio}", dtype, ops)
+            self.compressor = Compressor(weights.below("compressor"), config, layer, f"c{plan.ratio}", dtype, ops, of_x)
         if plan.owns_indexer:
-            self.indexer = Indexer(weights.below("indexer"), config, layer, dtype, ops)
+            self.indexer = Indexer(weights.below("indexer"), config, layer, dtype, ops, of_x)
+        self.of_x = ops.prepare_linear(*of_x)  # every projection of the input, in the order in which they are used
 
     def __call__(self, x: Tensor, batch: Batch, cache: KVCache, selection: Selection) -> Tensor:
         """x [T, D], normalised -> [T, D]; an index source leaves its choice in `selection`, from where its readers take it."""
-        config, plan = self.config, self.plan
+        config, plan, ops = self.config, self.plan, self.ops
         rope, window = batch.rope[plan.rope], cache.views["window"]
-        q_latent = rms_norm(linear(x, self.wq_a), self.q_norm, config.rms_eps)  # [T, q_lora]
-        q = linear(q_latent, self.wq_b).view(-1, config.num_heads, config.head_dim)  # [T, H, d]
-        kv = rms_norm(linear(x, self.wkv), self.kv_norm, config.rms_eps)  # [T, d]
+        q_latent, kv, *rest = ops.linear(x, self.of_x)
+        q_latent, kv = ops.rms_norm((q_latent, self.q_norm), (kv, self.kv_norm), eps=config.rms_eps)  # [T, q_lora], [T, d]
+        q = ops.linear(q_latent, self.wq_b)[0].view(-1, config.num_heads, config.head_dim)  # [T, H, d]
         head_eps = config.rms_eps if config.query_norm else None
-        q = self.ops.qkv_insert(q, kv, rope, window, plan.layer, batch.stores["window"], head_eps)
-        latent = self.compressor(x, batch, cache) if self.compressor is not None else None
+        q = ops.qkv_insert(q, kv, rope, window, plan.layer, batch.stores["window"], head_eps)
+        latent = self.compressor(rest.pop(0), batch, cache) if self.compressor is not None else None
         if self.indexer is not None:
-            self.indexer(x, q_latent, latent, batch, cache, selection)
-        out = self.ops.attend(q, plan, batch, cache, selection, self.sink, config.head_dim**-0.5)
-        out = self.ops.output_quant(out, rope, self.wo_a.quantize_input, self.dtype)
-        grouped = linear_grouped(out.view(len(x), config.o_groups, -1), self.wo_a)  # [T, G, o_lora]
-        out = linear(grouped.flatten(1), self.wo_b)
+            self.indexer(rest, q_latent, latent, batch, cache, selection)
+        out = ops.attend(q, plan, batch, cache, selection, self.sink, config.head_dim**-0.5)
+        out = ops.output_quant(out, rope, self.wo_a, config.o_groups, self.dtype)
+        grouped = ops.linear_grouped(out, self.wo_a, config.o_groups)  # [T, G, o_lora]
+        out = ops.linear(grouped.flatten(1), self.wo_b)[0]
         return self.comm.sum(out)

@@ -11,32 +11,42 @@ from abyssal.kv.batch import Batch
 from abyssal.kv.pool import KVCache
 from abyssal.model.weights import Weights
 from abyssal.ops._select import Ops
+from abyssal.ops.linear import LinearWeight
 
 
 class Compressor:
     """Pools `ratio` tokens into one entry of the cache kind `kind` (V4 spec 2.9, V4.1 spec 3.6). Up to the pooling all is fp32."""
 
-    def __init__(self, weights: Weights, config: ModelConfig, layer: int, kind: str, dtype: torch.dtype, ops: Ops) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        config: ModelConfig,
+        layer: int,
+        kind: str,
+        dtype: torch.dtype,
+        ops: Ops,
+        of_x: list[LinearWeight | Tensor],
+    ) -> None:
+        """`of_x` takes up the projection of the attention's input."""
         self.ratio = config.layers[layer].ratio
         self.layer = layer
         self.kind = kind
         self.rms_eps = config.rms_eps
         self.dtype, self.ops = dtype, ops
         wkv = weights.tensor("wkv.weight")
-        self.w = wkv if self.ratio == 1 else torch.cat([wkv, weights.tensor("wgate.weight")])  # [2 c d, D]; ratio 1: [d, D]
+        of_x.append(wkv if self.ratio == 1 else torch.cat([wkv, weights.tensor("wgate.weight")]))  # [2 c d, D]; ratio 1: [d, D]
         # [ratio, 2 c d], zero for the values
         self.bias = F.pad(weights.tensor("ape"), (len(wkv), 0)) if config.family == "v4" else None
         self.norm = weights.tensor("norm.weight")
 
-    def __call__(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
-        """x [T, D], the attention's input: store what this step completes, and the state.
+    def __call__(self, rows: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+        """rows fp32 [T, 2 c d], the projected input, overwritten: store what this step completes, and the state.
 
         Returns the completed entries [E, d] before rotation: V4.1 makes its index keys from them.
         """
         entries, state, sums = (cache.views.get(f"{self.kind}{part}") for part in ("", "_state", "_sums"))
         assert entries is not None
         facts = batch.compress[self.ratio]
-        rows = F.linear(x.float(), self.w)  # [T, 2 c d]
         if self.bias is not None:
             rows += self.bias[facts.phases]
         return self.ops.compress(

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.batch import Batch
 from abyssal.model.weights import Weights
+from abyssal.ops._select import Ops
 from abyssal.ops.engram import engram
-from abyssal.ops.linear import LinearWeight, dequantize, linear
+from abyssal.ops.linear import LinearWeight, dequantize
 
 ROW_BLOCK = (1, 32)  # rows, columns of the table that share a scale
 
@@ -17,24 +17,22 @@ ROW_BLOCK = (1, 32)  # rows, columns of the table that share a scale
 class Engram:
     """Adds what the table holds for a token's last n-grams to the streams, before the layer's first site."""
 
-    def __init__(self, weights: Weights, config: ModelConfig, index: int, dtype: torch.dtype) -> None:
-        self.index, self.rms_eps, self.dtype = index, config.rms_eps, dtype
+    def __init__(self, weights: Weights, config: ModelConfig, index: int, dtype: torch.dtype, ops: Ops) -> None:
+        self.index, self.rms_eps, self.dtype, self.ops = index, config.rms_eps, dtype, ops
         self.streams, self.hidden = config.hc_mult, config.hidden_size
         self.table = weights.rows("embed")
-        self.wkv = weights.linear("wkv")
+        self.wkv = ops.prepare_linear(weights.linear("wkv"))
         self.weight = weights.tensor("q_weight") * weights.tensor("k_weight")  # [S, D]
 
-    def read(self, batch: Batch) -> Tensor:
-        """The step's table rows, in one gather: [T, columns * head_dim] on the step's device."""
-        assert batch.engram_rows is not None, "the batch was built without the n-gram hash"
-        rows = batch.engram_rows[self.index]  # [T, columns]
+    def read(self, engram_rows: Tensor, device: torch.device) -> Tensor:
+        """The step's table rows, in one gather: `Batch.engram_rows` -> [T, columns * head_dim] on `device`."""
+        rows = engram_rows[self.index]  # [T, columns]
         codes, scales = self.table.gather(rows)
-        device = batch.token_ids.device
         stored = LinearWeight(codes.to(device), scales.to(device), "fp8", ROW_BLOCK, None)
         return dequantize(stored, self.dtype).view(len(rows), -1)
 
     def __call__(self, streams: Tensor, rows: Tensor) -> Tensor:
         """streams [T, S, D], rows of `read` -> [T, S, D]."""
-        kv = linear(rows, self.wkv)  # [T, (S + 1) D]
+        kv, *_ = self.ops.linear(rows, self.wkv)  # [T, (S + 1) D]
         key, value = kv.split([self.streams * self.hidden, self.hidden], dim=1)
         return engram(streams, key.unflatten(1, (self.streams, -1)), value, self.weight, self.rms_eps)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.checkpoint.rows import RowTable
@@ -58,9 +57,9 @@ class Block:
     def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype, ops: Ops, comm: Comm) -> None:
         self.config, self.plan, self.ops = config, config.layers[layer], ops
         engram = self.plan.engram
-        self.engram = None if engram is None else Engram(weights.below("engram"), config, engram, dtype)
+        self.engram = None if engram is None else Engram(weights.below("engram"), config, engram, dtype, ops)
         self.attention = Attention(weights.below("attn"), config, layer, dtype, ops, comm)
-        self.moe = MoE(weights.below("ffn"), config, layer, dtype, comm)
+        self.moe = MoE(weights.below("ffn"), config, layer, ops, comm)
         self.attn_norm, self.ffn_norm = weights.tensor("attn_norm.weight"), weights.tensor("ffn_norm.weight")
         self.hc_attn, self.hc_ffn = (ops.mix_weights(weights.mix(name, config.hc_mult)) for name in ("hc_attn", "hc_ffn"))
 
@@ -99,7 +98,7 @@ class Model:
     ) -> None:
         """Of several ranks each has `Mesh.local` of the configuration, and its part of the weights."""
         weights = Weights(tensors)
-        self.config, self.ops = config, ops
+        self.config, self.dtype, self.ops = config, dtype, ops
         self.comm = comm
         self.embedding = weights.tensor("embed.weight")
         self.blocks = [Block(weights.below(f"layers.{i}"), config, i, dtype, ops, comm) for i in range(config.num_layers)]
@@ -107,23 +106,37 @@ class Model:
         if config.layers[-1].hc_order == "own":
             self.hc_head = ops.mix_weights(weights.mix("hc_head", config.hc_mult))
         self.norm = weights.tensor("norm.weight")
-        self.head = weights.tensor("head.weight")
+        head = weights.tensor("head.weight")
+        self.sample = torch.cat([self.norm.flatten().float(), head[:8].flatten().float()])  # tells trainings of one model apart
+        self.head = ops.prepare_linear(head)
         weights.assert_all_taken()
 
-    @torch.inference_mode()
     def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
         """Logits fp32 [R, V] of the tokens in `batch.logit_rows`; the caches take up the step's tokens."""
-        rows = [None if block.engram is None else block.engram.read(batch) for block in self.blocks]
+        return self.compute(batch, cache, self.read_tables(batch.engram_rows))
+
+    @torch.inference_mode()
+    def read_tables(self, engram_rows: Tensor | None) -> dict[int, Tensor]:
+        """Layer -> what its n-gram table holds for the tokens of a step, on the model's device; `Batch.engram_rows` name the rows."""
+        engrams = {i: block.engram for i, block in enumerate(self.blocks) if block.engram is not None}
+        if not engrams:
+            return {}
+        assert engram_rows is not None, "the batch was built without the n-gram hash"
+        return {i: engram.read(engram_rows, self.embedding.device) for i, engram in engrams.items()}
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch, cache: KVCache, rows: dict[int, Tensor]) -> Tensor:
+        """As a call, with what `read_tables` gave."""
         embedded = self.comm.embed(batch.token_ids, self.embedding)
         pre = torch.zeros(len(embedded), self.config.hc_mult, device=embedded.device)
         pre[:, 0] = 1.0  # the first site sees the embedding as it is (V4.1 spec 3.1)
         residual = Residual(embedded, pre)
         selection = self.ops.new_selection(batch)
-        for block, read in zip(self.blocks, rows, strict=True):
-            residual = block(residual, read, batch, cache, selection)
+        for layer, block in enumerate(self.blocks):
+            residual = block(residual, rows.get(layer), batch, cache, selection)
         last = residual.at(batch.logit_rows)
         y = enter(self.ops, self.config, last, self.hc_head, self.norm, own=self.hc_head is not None).x
-        logits = F.linear(y.float(), self.head)
+        logits = self.ops.linear(y, self.head)[0]
         return self.comm.gather(logits)
 
     @torch.inference_mode()

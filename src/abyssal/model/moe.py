@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
 from abyssal.model.weights import Weights
-from abyssal.ops.linear import linear
-from abyssal.ops.moe import moe, route, swiglu
+from abyssal.ops._select import Ops
+from abyssal.ops.moe import ExpertLayer
 from abyssal.parallel.comm import Comm
 
 
 class MoE:
-    def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype, comm: Comm) -> None:
-        self.config, self.dtype, self.comm = config, dtype, comm
+    def __init__(self, weights: Weights, config: ModelConfig, layer: int, ops: Ops, comm: Comm) -> None:
+        self.config, self.comm = config, comm
         hashed = config.layers[layer].router == "hash"
-        self.gate = weights.tensor("gate.weight")
-        self.tid2eid = weights.tensor("gate.tid2eid") if hashed else None
-        self.bias = None if hashed else weights.tensor("gate.bias")
         if config.family == "v41":
             self.bias_vl = weights.tensor("gate.bias_vl")  # chooses the experts of image positions, of which there are none yet
-        self.w13, self.w2 = weights.linear("experts.w13"), weights.linear("experts.w2")
         shared = weights.below("shared_experts")
-        self.shared_w1, self.shared_w2, self.shared_w3 = (shared.linear(name) for name in ("w1", "w2", "w3"))
+        self.ops = ops
+        self.experts = ops.prepare_experts(
+            ExpertLayer(
+                gate=weights.tensor("gate.weight"),
+                bias=None if hashed else weights.tensor("gate.bias"),
+                tid2eid=weights.tensor("gate.tid2eid") if hashed else None,
+                w13=weights.linear("experts.w13"),
+                w2=weights.linear("experts.w2"),
+                shared_w1=shared.linear("w1"),
+                shared_w3=shared.linear("w3"),
+                shared_w2=shared.linear("w2"),
+                k=config.num_experts_per_token,
+                scale=config.routed_scaling_factor,
+                temperature=config.gate_temperature,
+                limit=config.swiglu_limit,
+            )
+        )
 
     def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """x [T, D], normalised; token_ids [T] -> [T, D]."""
-        config = self.config
-        ids = None if self.tid2eid is None else self.tid2eid[token_ids]
-        experts, weights = route(
-            x, self.gate, self.bias, ids, config.num_experts_per_token, config.routed_scaling_factor, config.gate_temperature
-        )
-        routed = self.comm.experts(x, experts, weights, config.num_experts, self._experts)  # fp32
-        shared = swiglu(linear(x, self.shared_w1), linear(x, self.shared_w3), None, config.swiglu_limit, self.dtype)
-        out = self.comm.sum(routed + linear(shared, self.shared_w2))
-        return out.to(self.dtype)
+        if self.comm.mesh.size == 1:
+            return self.ops.moe(x, token_ids, self.experts)
+        chosen, weights = self.ops.route(x, token_ids, self.experts)
+        routed = self.comm.experts(x, chosen, weights, self.config.num_experts, self._routed)  # fp32
+        out = self.comm.sum(routed + self.ops.shared_expert(x, self.experts))
+        return out.to(x.dtype)
 
-    def _experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Those of this rank, as `ops.moe.moe`."""
-        return moe(x, experts, weights, self.w13, self.w2, self.config.swiglu_limit)
+    def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor, first: int) -> Tensor:
+        return self.ops.routed_experts(x, chosen, weights, self.experts, first)

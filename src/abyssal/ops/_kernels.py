@@ -23,7 +23,12 @@ from abyssal.ops.index_query.triton import index_query
 from abyssal.ops.index_score import triton as portable_score
 from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES
 from abyssal.ops.index_score.triton import index_score_blocks
-from abyssal.ops.output_quant.triton import output_quant
+from abyssal.ops.linear import LinearWeight
+from abyssal.ops.linear import triton as products
+from abyssal.ops.moe import ExpertLayer
+from abyssal.ops.moe.triton import KernelExperts, moe, prepare_experts
+from abyssal.ops.norm.triton import rms_norm
+from abyssal.ops.output_quant.triton import output_quant, output_quant_e4m3
 from abyssal.ops.qkv_insert.triton import qkv_insert, window_store
 from abyssal.ops.select_topk.triton import MAX_K, candidate_blocks, select_topk
 from abyssal.ops.sparse_attention import triton as portable_attention
@@ -73,7 +78,7 @@ class KernelOps:
             self._score = hopper_score.index_score
             gluon.append("index_score")
         self._reserve(max_tokens)
-        log.info("ops: Gluon %s; PyTorch moe, linear, engram; all others Triton", ", ".join(gluon) or "none")
+        log.info("ops: Gluon %s; PyTorch engram; all others Triton", ", ".join(gluon) or "none")
 
     def _reserve(self, tokens: int) -> None:
         """Memory through which the programs of a `site` hand their sums over."""
@@ -209,8 +214,25 @@ class KernelOps:
                 entries = KeyList(_records(view), chosen, visible.clamp(max=chosen.shape[1]))
         return self._attention(q, window, entries, sink, scale)[0]
 
-    def output_quant(self, out: Tensor, rope: Tensor, tile: int | None, dtype: torch.dtype) -> Tensor:
-        return output_quant(out, rope, tile, dtype)
+    def prepare_linear(self, *weights: LinearWeight | Tensor) -> products.PreparedLinear:
+        return products.prepare_linear(weights)
+
+    def linear(self, x: Tensor, prepared: products.PreparedLinear) -> tuple[Tensor, ...]:
+        return products.linear(x, prepared)
+
+    def output_quant(
+        self, out: Tensor, rope: Tensor, prepared: products.PreparedLinear, groups: int, dtype: torch.dtype
+    ) -> Tensor | products.QuantisedInput:
+        tile = prepared.groups[0].tile
+        if tile is not None and products.takes_codes(len(out), prepared):
+            return output_quant_e4m3(out, rope, tile, groups)
+        return output_quant(out, rope, tile, dtype).view(len(out), groups, -1)
+
+    def linear_grouped(self, x: Tensor | products.QuantisedInput, prepared: products.PreparedLinear, groups: int) -> Tensor:
+        return products.linear_grouped(x, prepared, groups)
+
+    def rms_norm(self, *pairs: tuple[Tensor, Tensor], eps: float) -> tuple[Tensor, ...]:
+        return rms_norm(*pairs, eps=eps)
 
     def mix_weights(self, weights: MixWeights) -> hc.KernelWeights:
         return hc.KernelWeights.prepare(weights)
@@ -238,6 +260,12 @@ class KernelOps:
 
     def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return hc.expand(streams, out, post, comb)
+
+    def prepare_experts(self, layer: ExpertLayer) -> KernelExperts:
+        return prepare_experts(layer)
+
+    def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
+        return moe(x, token_ids, experts)
 
 
 def check_model(model: ModelConfig, caches: CachePlan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.config import LayerPlan, ModelConfig
@@ -16,6 +17,9 @@ from abyssal.ops._select import Query, Selection, decides, publishes
 from abyssal.ops.compress import compress, store_entries
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
+from abyssal.ops.linear import LinearWeight, linear, linear_grouped
+from abyssal.ops.moe import ExpertLayer, expert_layer, moe, route, shared_expert
+from abyssal.ops.norm import rms_norm
 from abyssal.ops.output_quant import output_quant
 from abyssal.ops.qkv_insert import qkv_insert
 from abyssal.ops.select_topk import candidate_mask, select_topk
@@ -98,8 +102,20 @@ class ReferenceOps:
             out[group.rows] = sparse_attention(rows, window, group.window_hidden, entries, hidden, sink, scale).flatten(0, 1)
         return out
 
-    def output_quant(self, out: Tensor, rope: Tensor, tile: int | None, dtype: torch.dtype) -> Tensor:
-        return output_quant(out, rope, tile, dtype)
+    def prepare_linear(self, *weights: LinearWeight | Tensor) -> tuple[LinearWeight | Tensor, ...]:
+        return weights
+
+    def linear(self, x: Tensor, prepared: Any) -> tuple[Tensor, ...]:
+        return tuple(F.linear(x.float(), weight) if isinstance(weight, Tensor) else linear(x, weight) for weight in prepared)
+
+    def output_quant(self, out: Tensor, rope: Tensor, prepared: Any, groups: int, dtype: torch.dtype) -> Tensor:
+        return output_quant(out, rope, prepared[0].quantize_input, dtype).view(len(out), groups, -1)
+
+    def linear_grouped(self, x: Any, prepared: Any, groups: int) -> Tensor:
+        return linear_grouped(x, prepared[0])
+
+    def rms_norm(self, *pairs: tuple[Tensor, Tensor], eps: float) -> tuple[Tensor, ...]:
+        return tuple(rms_norm(x, weight, eps) for x, weight in pairs)
 
     def mix_weights(self, weights: hc.MixWeights) -> hc.MixWeights:
         return weights
@@ -124,6 +140,22 @@ class ReferenceOps:
 
     def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return hc.expand(streams, out, post, comb)
+
+    def prepare_experts(self, layer: ExpertLayer) -> ExpertLayer:
+        return layer
+
+    def moe(self, x: Tensor, token_ids: Tensor, experts: ExpertLayer) -> Tensor:
+        return expert_layer(x, token_ids, experts)
+
+    def route(self, x: Tensor, token_ids: Tensor, experts: ExpertLayer) -> tuple[Tensor, Tensor]:
+        ids = None if experts.tid2eid is None else experts.tid2eid[token_ids]
+        return route(x, experts.gate, experts.bias, ids, experts.k, experts.scale, experts.temperature)
+
+    def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertLayer, first: int) -> Tensor:
+        return moe(x, chosen, weights, experts.w13, experts.w2, experts.limit, first)
+
+    def shared_expert(self, x: Tensor, experts: ExpertLayer) -> Tensor:
+        return shared_expert(x, experts)
 
 
 def _entries(

@@ -16,6 +16,8 @@ from abyssal.kv.layouts import Grid
 from abyssal.kv.pool import KVCache, RecordView
 from abyssal.kv.specs import CachePlan
 from abyssal.ops.hyper_connection import MixWeights, Site
+from abyssal.ops.linear import LinearWeight
+from abyssal.ops.moe import ExpertLayer
 
 
 @dataclass(slots=True)
@@ -78,7 +80,20 @@ class Ops(Protocol):
     ) -> Tensor:
         """q [T, H, D] over every query's window and entries -> [T, H, D]."""
 
-    def output_quant(self, out: Tensor, rope: Tensor, tile: int | None, dtype: torch.dtype) -> Tensor: ...
+    def prepare_linear(self, *weights: LinearWeight | Tensor) -> Any:
+        """Weights [N_i, K] of one input as `linear` takes them. A `Tensor` asks for fp32 mathematics."""
+
+    def linear(self, x: Tensor, prepared: Any) -> tuple[Tensor, ...]:
+        """x [T, K] -> [T, N_i] of each weight, in x's dtype, fp32 for a `Tensor`; each contiguous in N_i."""
+
+    def output_quant(self, out: Tensor, rope: Tensor, prepared: Any, groups: int, dtype: torch.dtype) -> Any:
+        """The attention output [T, H, D] as `linear_grouped` of `prepared` takes it, in `groups` groups of heads."""
+
+    def linear_grouped(self, x: Any, prepared: Any, groups: int) -> Tensor:
+        """The result of `output_quant` by one weight [G R, K] -> [T, G, R]."""
+
+    def rms_norm(self, *pairs: tuple[Tensor, Tensor], eps: float) -> tuple[Tensor, ...]:
+        """One or two pairs of x [T, D_i] and weight fp32 [D_i] -> the normalised tensors."""
 
     def mix_weights(self, weights: MixWeights) -> Any:
         """The weights of a mixing site as `site` takes them."""
@@ -99,6 +114,23 @@ class Ops(Protocol):
     ) -> Site: ...
 
     def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor: ...
+
+    def prepare_experts(self, layer: ExpertLayer) -> Any:
+        """The weights of an expert layer as `moe` takes them; what `layer` holds may become part of them."""
+
+    def moe(self, x: Tensor, token_ids: Tensor, experts: Any) -> Tensor:
+        """x [T, D], token_ids [T] -> [T, D]."""
+
+    # The parts of `moe`, where several ranks share out the experts
+
+    def route(self, x: Tensor, token_ids: Tensor, experts: Any) -> tuple[Tensor, Tensor]:
+        """x [T, D], token_ids [T] -> experts int [T, k], weights fp32 [T, k]."""
+
+    def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, first: int) -> Tensor:
+        """Sum of those chosen experts that `experts` has, whose first is number `first`: x [T, D] -> fp32 [T, D]."""
+
+    def shared_expert(self, x: Tensor, experts: Any) -> Tensor:
+        """x [T, D] -> [T, D]."""
 
 
 def publishes(plan: LayerPlan, config: ModelConfig, count: int) -> bool:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from abyssal.parallel.mesh import ONE_RANK, Mesh
 
-# x [n, D], expert ids int64 [n, k] among those of this rank, -1: none of them, weights fp32 [n, k] -> fp32 [n, D]
-LocalExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
+# x [n, D], chosen experts int [n, k], weights fp32 [n, k], number of this rank's first expert -> fp32 [n, D] of this rank's experts
+LocalExperts = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 class Comm:
@@ -34,24 +34,36 @@ class Comm:
         """Weighted sum of every token's chosen experts, wherever they are.
 
         Args:
-            x: [T, D]; experts int64 [T, k], among the `num_experts` of a layer; weights fp32 [T, k].
+            x: [T, D]; experts int [T, k], among the `num_experts` of a layer; weights fp32 [T, k].
             local: computes the experts of this rank.
 
         Returns:
             fp32 [T, D]; of a replica with several ranks a part, which `sum` adds up.
         """
-        return local(x, experts, weights)
+        return local(x, experts, weights, 0)
 
     def enter(self, num_tokens: int) -> None:
         """A step of `num_tokens` begins on this rank; returns when all ranks that share its experts have entered."""
+
+    def idle(self, take_part: Callable[[], None]) -> bool:
+        """A step without tokens on this rank: `take_part` computes its experts, if any other rank that shares them has tokens.
+
+        Returns:
+            Whether all of them are idle and know of the same requests: the next one is then told to each, so that each may wait.
+        """
+        return True
 
     def smallest(self, number: int) -> int:
         """The smallest `number` of all ranks."""
         return number
 
+    def share(self, data: bytes) -> bytes:
+        """The data of the replica's first rank."""
+        return data
+
     def agree(self, decision: bool) -> bool:
         """The decision of the replica's first rank, where each might come to another."""
-        return decision
+        return self.share(bytes([decision])) == b"\x01"
 
 
 ALONE = Comm()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -33,18 +35,13 @@ class RankComm(Comm):
         self.stopping = False  # this rank was told to end
         self.all_stopping = False  # as of the latest step, all ranks that share experts were
         self._counts: list[int] = []  # tokens that each rank of the expert group gives away in this step
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # under this name in every release
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = FOREVER
+        os.putenv("GLOO_SOCKET_IFNAME", _loopback())  # read by gloo itself: nothing listens to other machines
         file_store = dist.FileStore(str(store), mesh.size)
-        dist.init_process_group(
-            "gloo", store=file_store, rank=mesh.rank, world_size=mesh.size, pg_options=options, timeout=FOREVER
-        )
+        dist.init_process_group("gloo", store=file_store, rank=mesh.rank, world_size=mesh.size, timeout=FOREVER)
 
         def group(members: list[list[int]], *, data: bool) -> dist.ProcessGroup:
             """This rank's of a partition; every rank makes every group."""
-            nccl = data and cuda
-            kinds = {"backend": "nccl"} if nccl else {"backend": "gloo", "pg_options": options, "timeout": FOREVER}
+            kinds = {"backend": "nccl"} if data and cuda else {"backend": "gloo", "timeout": FOREVER}
             made = [dist.new_group(ranks, **kinds) for ranks in members]
             return next(g for g, ranks in zip(made, members, strict=True) if mesh.rank in ranks)
 
@@ -79,16 +76,12 @@ class RankComm(Comm):
     # Experts
 
     def experts(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, local: LocalExperts) -> Tensor:
-        held = self.mesh.part("experts", num_experts)
-
-        def compute(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-            here = (experts >= held.start) & (experts < held.stop)
-            return local(x, torch.where(here, experts - held.start, -1), weights)
+        first = self.mesh.part("experts", num_experts).start
 
         if not self.mesh.in_step:
-            return compute(x, experts, weights)
+            return local(x, experts, weights, first)
         rows = self._rows(len(x))
-        given = exchange(x[rows], experts[rows], weights[rows], self._counts, self._ep_data, compute)
+        given = exchange(x[rows], experts[rows], weights[rows], self._counts, self._ep_data, lambda *rows: local(*rows, first))
         if self.mesh.tp == 1:
             return given
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -108,11 +101,6 @@ class RankComm(Comm):
             self._meet(rows.stop - rows.start)
 
     def idle(self, take_part: Callable[[], None]) -> bool:
-        """A step without tokens on this rank, if any other rank that shares its experts has some.
-
-        Returns:
-            Whether all of them are idle and know of the same requests: the next one is then told to each, so that each may wait.
-        """
         if not self.mesh.in_step:
             self.all_stopping = self.stopping
             return True
@@ -134,7 +122,6 @@ class RankComm(Comm):
     # Facts of a replica
 
     def share(self, data: bytes) -> bytes:
-        """`data` of the replica's first rank."""
         if self.mesh.tp == 1:
             return data
         first = self.mesh.dp_rank * self.mesh.tp
@@ -156,8 +143,9 @@ class RankComm(Comm):
         dist.all_reduce(value, dist.ReduceOp.MIN)
         return int(value)
 
-    def agree(self, decision: bool) -> bool:
-        return self.share(bytes([decision])) == b"\x01"
+
+def _loopback() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def _bytes(data: bytes) -> Tensor:
@@ -165,7 +153,12 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def exchange(
-    x: Tensor, experts: Tensor, weights: Tensor, counts: list[int], group: dist.ProcessGroup, compute: LocalExperts
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    counts: list[int],
+    group: dist.ProcessGroup,
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Give every rank this one's rows, compute all ranks' rows with the experts that are here, and add up what comes back.
 
@@ -173,7 +166,7 @@ def exchange(
     so all sizes are known before the step, and nothing waits for the device.
 
     Args:
-        x: [n, D]; experts int64 [n, k]; weights fp32 [n, k].
+        x: [n, D]; experts int [n, k]; weights fp32 [n, k].
         counts: rows of every rank of `group`; n for this one.
 
     Returns:
@@ -191,7 +184,7 @@ def exchange(
         ids.contiguous().view(torch.int32),
         scales.contiguous().view(torch.float32),
     )
-    out = compute(rows, ids.long(), scales)  # [total, D]
+    out = compute(rows, ids, scales)  # [total, D]
     returned = out.new_empty(ranks * mine, width)
     dist.all_to_all_single(returned, out, [mine] * ranks, counts, group=group)
     return returned.view(ranks, mine, width).sum(0)

@@ -64,7 +64,7 @@ def main(address: str, engine_class: str, rank: str, store: str) -> int:
         if cuda:
             torch.cuda.set_device(mesh.rank)
         comm = RankComm(mesh, Path(store), cuda)
-        code = _run(socket, lambda: build(config, comm), RankInbox(socket, comm), comm)
+        code = _run(socket, lambda: build(config, comm=comm), RankInbox(socket, comm), comm)
         comm.close()
         return code
     finally:

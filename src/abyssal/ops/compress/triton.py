@@ -46,23 +46,6 @@ def compress_config(dim: int, slots: int) -> CompressConfig:
     return CompressConfig(16, 2 * max(1, dim // 128))
 
 
-@triton.jit
-def _load_rows(
-    column, source, kept, rows, rows_stride, carried, num_carried, num_tokens, state_pages, state_page_bytes,
-    STATE_ENTRIES: tl.constexpr, WIDTH: tl.constexpr, other,
-):  # fmt: skip
-    """Values [ROWS, D] at `column` of rows `source`: carried in state pages, of this step, or (the last) empty."""
-    old = kept & (source < num_carried)
-    slot = tl.load(carried + source, mask=old, other=0).to(tl.int64)
-    page = state_pages + slot // STATE_ENTRIES * state_page_bytes + slot % STATE_ENTRIES * (WIDTH * 4)
-    carried_row = page.to(tl.pointer_type(tl.float32))
-    new = kept & (source >= num_carried) & (source < num_carried + num_tokens)
-    step_row = rows + (source - num_carried) * rows_stride
-    from_state = tl.load(carried_row[:, None] + column, mask=old[:, None], other=other)
-    from_step = tl.load(step_row[:, None] + column, mask=new[:, None], other=other)
-    return tl.where(old[:, None], from_state, from_step)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_groups", "num_entries", "num_carried"])
 def compress_kernel(
     rows, rows_stride, num_tokens, norm, sources, num_slots, num_groups, num_entries,
@@ -92,12 +75,9 @@ def compress_kernel(
         target = tl.load(entry_slots + program, mask=complete, other=0).to(tl.int64)
         if SUM_ENTRIES > 0:
             target += tl.load(sum_slots + program - num_entries, mask=program >= num_entries, other=0).to(tl.int64)
-        index = tl.arange(0, ROWS)
-        source = tl.load(
-            sources + program.to(tl.int64) * num_slots + index, mask=index < num_slots, other=num_carried + num_tokens
-        )
         if SUM_ENTRIES == 0:  # every group is complete, and short enough to leave the registers
             norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
+            tl.debug_barrier()  # else the compiler moves these loads behind the pooling
         if target >= 0:
             column = tl.arange(0, D)[None, :]
             m = tl.full((1, D), float("-inf"), tl.float32)
@@ -110,31 +90,35 @@ def compress_kernel(
                     sums = record.to(tl.pointer_type(tl.float32)) + column
                     m, s, v = tl.load(sums), tl.load(sums + D), tl.load(sums + 2 * D)
             for block in range(BLOCKS):
-                index = block * ROWS + tl.arange(0, ROWS)
-                kept = index < num_slots
-                if BLOCKS > 1:
-                    source = tl.load(
-                        sources + program.to(tl.int64) * num_slots + index, mask=kept, other=num_carried + num_tokens
-                    )
-                if tl.min(source, 0) < num_carried + num_tokens:
-                    if OVERLAP:  # the first half of a row serves the next group, the second its own
-                        place = column + tl.where(index < num_slots // 2, 0, D)[:, None]
-                    else:
-                        place = column + tl.zeros((ROWS, 1), tl.int32)
-                    score = _load_rows(
-                        place + WIDTH // 2, source, kept, rows, rows_stride, carried, num_carried, num_tokens, state_pages,
-                        state_page_bytes, STATE_ENTRIES, WIDTH, float("-inf"),
-                    )  # fmt: skip
-                    value = _load_rows(
-                        place, source, kept, rows, rows_stride, carried, num_carried, num_tokens, state_pages, state_page_bytes,
-                        STATE_ENTRIES, WIDTH, 0.0,
-                    )  # fmt: skip
-                    top = tl.maximum(m, tl.max(score, 0, keep_dims=True))
-                    weight = tl.exp(score - top)
-                    before_weight = tl.exp(m - top)
-                    s = s * before_weight + tl.sum(weight, 0, keep_dims=True)
-                    v = v * before_weight + tl.sum(weight * value, 0, keep_dims=True)
-                    m = top
+                # Row by row with scalar addresses, the loads of all rows in flight together: sources, then slots, then values.
+                source, pointer, score, value = (), (), (), ()
+                for i in tl.static_range(ROWS):
+                    index = block * ROWS + i
+                    kept = index < num_slots
+                    at = sources + program.to(tl.int64) * num_slots + index
+                    source += (tl.load(at, mask=kept, other=num_carried + num_tokens),)
+                for i in tl.static_range(ROWS):
+                    old = source[i] < num_carried
+                    slot = tl.load(carried + source[i], mask=old, other=0).to(tl.int64)
+                    page = state_pages + slot // STATE_ENTRIES * state_page_bytes + slot % STATE_ENTRIES * (WIDTH * 4)
+                    step_row = rows + (source[i] - num_carried) * rows_stride
+                    row = tl.where(old, page.to(tl.pointer_type(tl.float32)), step_row)
+                    if OVERLAP and (block * ROWS + i) >= num_slots // 2:  # the second half of a row serves its own group
+                        row += D
+                    pointer += (row,)
+                for i in tl.static_range(ROWS):
+                    filled = source[i] < num_carried + num_tokens  # else the empty row
+                    score += (tl.load(pointer[i] + WIDTH // 2 + column, mask=filled, other=float("-inf")),)
+                    value += (tl.load(pointer[i] + column, mask=filled, other=0.0),)
+                top = m
+                for i in tl.static_range(ROWS):
+                    top = tl.maximum(top, score[i])
+                before_weight = tl.exp(m - top)
+                s, v, m = s * before_weight, v * before_weight, top
+                for i in tl.static_range(ROWS):
+                    weight = tl.exp(score[i] - top)
+                    s += weight
+                    v += weight * value[i]
             if complete:
                 x = round_like(v / s, BF16)
                 if SUM_ENTRIES > 0:

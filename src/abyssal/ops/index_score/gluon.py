@@ -84,20 +84,16 @@ def _widen_fp8(words, MMA: gl.constexpr):
 
 @gluon.jit
 def _pair(words, scale, NIBBLE: gl.constexpr):
-    """bf16 values of nibbles NIBBLE and NIBBLE + 4 of each word, times `scale`, as the halves of an int32.
+    """bf16 values of nibbles NIBBLE (0 or 1) and NIBBLE + 4 of each word, times `scale`, as the halves of an int32.
 
-    The three low bits of e2m1, put at the top of bf16's mantissa and the bottom of its exponent, are the value times 2^-126.
+    The three low bits of e2m1, put at the top of bf16's mantissa and the bottom of its exponent, are the value times 2^-126. A
+    product with two powers of two puts the nibble there and its sign at the top at once.
     """
-    if NIBBLE == 3:
-        sign = words
-        bits = words >> 6
+    if NIBBLE == 0:
+        moved = (words & 0x000F000F) * 0x1040
     else:
-        sign = words << (12 - 4 * NIBBLE)
-        if NIBBLE == 2:
-            bits = words >> 2
-        else:
-            bits = words << (6 - 4 * NIBBLE)
-    code = (sign & -0x7FFF8000) | (bits & 0x01C001C0)
+        moved = (words & 0x00F000F0) * 0x0104
+    code = moved & -0x7E3F7E40
     return gl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [code, scale], dtype=gl.int32, is_pure=True, pack=1)
 
 
@@ -114,8 +110,8 @@ def _widen_mxfp4(words, exponents, MMA: gl.constexpr):
     words, scale = gl.broadcast(words, scale)
     t0 = _pair(words, scale, 0)
     t1 = _pair(words, scale, 1)
-    t2 = _pair(words, scale, 2)
-    t3 = _pair(words, scale, 3)
+    t2 = _pair(words >> 8, scale, 0)
+    t3 = _pair(words >> 8, scale, 1)
     all_ = gl.join(gl.join(t0, t1), gl.join(t2, t3))  # [64, lane, word, low bit of the nibble, high bit]
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [all_], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
@@ -125,11 +121,15 @@ def _widen_mxfp4(words, exponents, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _store_query(q, shared, live, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
-    """One query [HEADS, DIM] into shared memory, in the keys' order of dimensions."""
+def _load_query(q, live, HEADS: gl.constexpr):
     QUERY: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))[:, None]
-    values = gl.load(q + head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, QUERY))[None, :], mask=live)
+    return gl.load(q + head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, QUERY))[None, :], mask=live)
+
+
+@gluon.jit
+def _store_query(values, shared, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
+    """One query [HEADS, DIM] into shared memory, in the keys' order of dimensions."""
     if LAYOUT == "index_fp8":
         values = values.to(gl.float8e4nv, bitcast=True).to(gl.float16)
         # dimension: half, lane, word, pair, element; place in the product: half, word, pair, lane, element
@@ -147,16 +147,19 @@ def _half_weights(weights, HEADS: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _take_tile(words, scales, tile, STAGES: gl.constexpr, LAYOUT: gl.constexpr, MMA: gl.constexpr):
-    """Keys of a tile, widened, and their scales, as soon as they are in shared memory."""
+def _take_tile(words, scales, tile, STAGES: gl.constexpr, MMA: gl.constexpr):
+    """Words and scales of a tile's keys, as soon as they are in shared memory."""
     async_copy.wait_group(STAGES - 2)
     scale = scales.index(tile % STAGES).load(gl.SliceLayout(1, MMA))
-    packed = words.index(tile % STAGES).load(_word_layout(words.shape[2]))
+    return words.index(tile % STAGES).load(_word_layout(words.shape[2])), scale
+
+
+@gluon.jit
+def _widen(packed, scale, LAYOUT: gl.constexpr, MMA: gl.constexpr):
     if LAYOUT == "index_fp8":
-        keys = _widen_fp8(packed, MMA)
+        return _widen_fp8(packed, MMA)
     else:
-        keys = _widen_mxfp4(packed, scale, MMA)
-    return keys, scale
+        return _widen_mxfp4(packed, scale, MMA)
 
 
 @gluon.jit
@@ -205,6 +208,7 @@ def _index_score_kernel_sm90(
     MAXIMA: gl.constexpr,
     STAGES: gl.constexpr,  # tiles in shared memory
     TILES: gl.constexpr,  # per page
+    EARLY: gl.constexpr,
 ):
     """A row of work is QUERIES queries of a sequence against its pages; programs take equal shares of all rows' tiles."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
@@ -234,60 +238,87 @@ def _index_score_kernel_sm90(
     end = begin + share + (gl.program_id(0) < rest).to(gl.int32)
     while begin < end:
         row = gl.sum((ends <= begin).to(gl.int32), 0)
-        row_end = gl.sum(gl.where(rows == row, ends, 0), 0)
-        first = begin - row_end + gl.sum(gl.where(rows == row, tiles, 0), 0)
+        first = begin - gl.max(gl.where(ends <= begin, ends, 0), 0)
+        row_end = gl.min(gl.where(ends <= begin, total, ends), 0)
         stop = gl.minimum(end, row_end)
         last = first + stop - begin
         begin = stop
         sequence = row // blocks
+        # The query is on its way before the pages are known: one latency less.
+        query = (sequence * b + row % blocks * QUERIES).to(gl.int64)
+        queries = gl.minimum(b - row % blocks * QUERIES, QUERIES)
+        values = _load_query(q + query * (HEADS * DIM), True, HEADS)
+        w = _half_weights(weights + query * HEADS, HEADS, MMA)
+        reach = gl.minimum(gl.load(visible + query), num_entries)
+        out_row = out + query * out_stride
+        best_row = maxima + query * maxima_stride
+
         pages = page_table + sequence.to(gl.int64) * table_stride
         for s in gl.static_range(STAGES - 1):
             page = _page(pages, first + s, last, TILES)
             _copy_tile(pool, page, page_words, words, scales, first + s, last, STAGES, TILES, MMA)
         page = _page(pages, first + STAGES - 1, last, TILES)
 
-        query = (sequence * b + row % blocks * QUERIES).to(gl.int64)
-        queries = gl.minimum(b - row % blocks * QUERIES, QUERIES)
         gl.thread_barrier()
-        for j in gl.static_range(QUERIES):
-            _store_query(q + (query + j) * (HEADS * DIM), q_shared.index(j), j < queries, HEADS, LAYOUT)
+        _store_query(values, q_shared.index(0), HEADS, LAYOUT)
+        for j in gl.static_range(1, QUERIES):
+            values = _load_query(q + (query + j) * (HEADS * DIM), j < queries, HEADS)
+            _store_query(values, q_shared.index(j), HEADS, LAYOUT)
         fence_async_shared()
         gl.thread_barrier()
-        w = _half_weights(weights + query * HEADS, HEADS, MMA)
-        reach = gl.minimum(gl.load(visible + query), num_entries)
-        out_row = out + query * out_stride
-        best_row = maxima + query * maxima_stride
 
         if QUERIES == 1:
-            # Of two tiles, the widening of the second and the sums of the first run beside the other's product.
+            # A product is always under way: the sums of one tile run beside the product of the next.
+            packed, scale = _take_tile(words, scales, first, STAGES, MMA)
+            _copy_tile(pool, page, page_words, words, scales, first + STAGES - 1, last, STAGES, TILES, MMA)
+            page = _page(pages, first + STAGES, last, TILES)
+            dots = _multiply(_widen(packed, scale, LAYOUT, MMA), q_shared.index(0), HEADS, MMA)
             for tile in range(first, last, 2):
-                ahead = tile + STAGES - 1
-                keys, scale = _take_tile(words, scales, tile, STAGES, LAYOUT, MMA)
+                ahead = tile + STAGES
+                packed, next_scale = _take_tile(words, scales, tile + 1, STAGES, MMA)
                 _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES, MMA)
                 page = _page(pages, ahead + 1, last, TILES)
-                dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
-                next_keys, next_scale = _take_tile(words, scales, tile + 1, STAGES, LAYOUT, MMA)
+                if EARLY:
+                    keys = _widen(packed, next_scale, LAYOUT, MMA)
+                    dots = warpgroup_mma_wait(0, deps=(dots,))
+                else:
+                    dots, packed = warpgroup_mma_wait(0, deps=(dots, packed))
+                    keys = _widen(packed, next_scale, LAYOUT, MMA)
+                next_dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
+                _store_scores(dots, w, scale, tile, reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
+                packed, scale = _take_tile(words, scales, tile + 2, STAGES, MMA)
                 _copy_tile(pool, page, page_words, words, scales, ahead + 1, last, STAGES, TILES, MMA)
                 page = _page(pages, ahead + 2, last, TILES)
-                dots = warpgroup_mma_wait(0, deps=(dots,))
-                next_dots = _multiply(next_keys, q_shared.index(0), HEADS, MMA)
-                _store_scores(dots, w, scale, tile, reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
-                next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
+                if EARLY:
+                    keys = _widen(packed, scale, LAYOUT, MMA)
+                    next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
+                else:
+                    next_dots, packed = warpgroup_mma_wait(0, deps=(next_dots, packed))
+                    keys = _widen(packed, scale, LAYOUT, MMA)
+                dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
                 next_reach = gl.where(tile + 1 < last, reach, 0)
                 _store_scores(next_dots, w, next_scale, tile + 1, next_reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
+            warpgroup_mma_wait(0, deps=(dots,))
         else:
             for tile in range(first, last):
                 ahead = tile + STAGES - 1
-                keys, scale = _take_tile(words, scales, tile, STAGES, LAYOUT, MMA)
+                packed, scale = _take_tile(words, scales, tile, STAGES, MMA)
                 _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES, MMA)
                 page = _page(pages, ahead + 1, last, TILES)
+                keys = _widen(packed, scale, LAYOUT, MMA)
+                dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
                 for j in gl.static_range(QUERIES):
                     w = _half_weights(weights + (query + gl.minimum(j, queries - 1)) * HEADS, HEADS, MMA)
                     reach = gl.minimum(gl.load(visible + query + j, mask=j < queries, other=0), num_entries)
-                    dots = _multiply(keys, q_shared.index(j), HEADS, MMA)
-                    dots = warpgroup_mma_wait(0, deps=(dots,))
+                    if j + 1 < QUERIES:
+                        next_dots = _multiply(keys, q_shared.index(j + 1), HEADS, MMA)
+                        dots = warpgroup_mma_wait(1, deps=(dots,))
+                    else:
+                        dots = warpgroup_mma_wait(0, deps=(dots,))
                     out_j, best_j = out_row + j * out_stride, best_row + j * maxima_stride
                     _store_scores(dots, w, scale, tile, reach, out_j, best_j, LAYOUT, GROUP, MAXIMA, MMA)
+                    if j + 1 < QUERIES:
+                        dots = next_dots
 
 
 @dataclass(frozen=True)
@@ -297,13 +328,15 @@ class ScoreConfig:
     programs: int  # persistent programs of one warpgroup, each takes an equal share of all tiles
     queries: int  # consecutive queries of a sequence that share the keys of a tile
     stages: int  # tiles in shared memory per program, all but one of them on their way
+    registers: int  # per thread at most
+    early: bool = False  # widen a tile before the product of the one before has ended
 
 
 def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
     """As many programs as registers and shared memory hold: one converts and sums beside another's products."""
     queries = min(4, triton.next_power_of_2(b))
-    copies = 2 if queries > 1 else 3 if heads == 64 else 4
-    return ScoreConfig(programs=copies * multiprocessors, queries=queries, stages=4)
+    copies = 2 if queries > 1 else 3 if heads >= 32 else 4
+    return ScoreConfig(copies * multiprocessors, queries, stages=4, registers=min(255, 512 // copies // 8 * 8))
 
 
 def index_score(
@@ -358,7 +391,9 @@ def index_score(
         MAXIMA=maxima is not None,
         STAGES=config.stages,
         TILES=entries_per_page // KEYS_PER_TILE,
+        EARLY=config.early,
         num_warps=4,
+        maxnreg=config.registers,
     )
     return out
 
@@ -381,6 +416,7 @@ def aot_cases() -> list[AotCase]:
                 "MAXIMA": True,
                 "STAGES": 4,
                 "TILES": 1,
+                "EARLY": False,
             },
             num_warps=4,
             aligned=("q", *pointers, "page_words", "out_stride", "maxima_stride"),

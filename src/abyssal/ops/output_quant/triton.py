@@ -12,6 +12,7 @@ from torch import Tensor
 from abyssal.kv.layouts import Grid
 from abyssal.ops._aot import AotCase
 from abyssal.ops._records import e4m3_codes, e4m3_values, load_rope, rotate, round_like, scale_tiles, store_like, to_fp32
+from abyssal.ops.linear.triton import QuantisedInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,10 @@ def output_quant_config(tokens: int, heads: int) -> OutputQuantConfig:
 
 @triton.jit
 def output_quant_kernel(
-    out, out_stride_t, out_stride_h, rope, result, scales,
+    out, out_stride_t, out_stride_h, rope, result, scales, scales_stride,
     HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, quant: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """CODES: e4m3 codes to `result` uint8 [T, H, D] and e8m0 bytes to `scales` [T, H, D / tile]; else values in result's type."""
+    """CODES: e4m3 codes to `result` uint8 [T, H, D] and scales fp32 [H D / tile, T]; else values in result's type."""
     program = tl.program_id(0).to(tl.int64)
     token = program // (HEADS // PER_PROGRAM)
     head = program % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
@@ -45,11 +46,12 @@ def output_quant_kernel(
     if quant is None:
         store_like(result + row * D + column, x)
     else:
-        scaled, stored, scale = scale_tiles(round_like(x, True), quant, PER_PROGRAM, D)
+        scaled, _, scale = scale_tiles(round_like(x, True), quant, PER_PROGRAM, D)
         codes = e4m3_codes(scaled)
         if CODES:
             tl.store(result + row * D + column, codes)
-            tl.store(scales + row * (D // quant.tile) + tl.arange(0, D // quant.tile)[None, :], stored)
+            tile = head * (D // quant.tile) + tl.arange(0, D // quant.tile)[None, :]
+            tl.store(scales + tile.to(tl.int64) * scales_stride + token, scale)
         else:
             tiles = tl.reshape(e4m3_values(codes), (PER_PROGRAM, D // quant.tile, quant.tile)) * scale[:, :, None]
             store_like(result + row * D + column, tl.reshape(tiles, (PER_PROGRAM, D)))
@@ -71,18 +73,13 @@ def output_quant(
 
 def output_quant_e4m3(
     out: Tensor, rope: Tensor, tile: int, groups: int, *, config: OutputQuantConfig | None = None
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales as a grouped FP8 product reads them.
-
-    Returns:
-        e4m3 [T, G, K], K = H D / G consecutive values of a token, and uint8 e8m0 [T, G, K / tile], one scale per `tile` values.
-    """
+) -> QuantisedInput:
+    """As a grouped FP8 product reads it: codes [T, G, K], K = H D / G consecutive values of a token, and their scales."""
     tokens, heads, dim = out.shape
     assert heads % groups == 0, f"{heads} heads do not divide into {groups} groups"
-    codes = torch.empty(tokens, groups, heads * dim // groups, dtype=torch.float8_e4m3fn, device=out.device)
-    scales = torch.empty(tokens, groups, heads * dim // groups // tile, dtype=torch.uint8, device=out.device)
-    _launch(out, rope, Grid(dim, "e4m3", tile, "ue8m0"), codes.view(torch.uint8), scales, config)
-    return codes, scales
+    quantised = QuantisedInput.empty(tokens, (groups, heads * dim // groups), tile, out.device)
+    _launch(out, rope, Grid(dim, "e4m3", tile, "ue8m0"), quantised.codes.view(torch.uint8), quantised.scales, config)
+    return quantised
 
 
 def _launch(
@@ -98,14 +95,21 @@ def _launch(
     config = config or output_quant_config(tokens, heads)
     assert heads % config.heads_per_program == 0, f"{heads} heads are no multiple of {config}"
     output_quant_kernel[(tokens * heads // config.heads_per_program,)](
-        out, out.stride(0), out.stride(1), torch.view_as_real(rope), result, scales, HEADS=heads,
-        PER_PROGRAM=config.heads_per_program, D=dim, ROPE=2 * rope.shape[1], quant=grid, CODES=scales is not None,
+        out, out.stride(0), out.stride(1), torch.view_as_real(rope), result, scales, 0 if scales is None else scales.stride(0),
+        HEADS=heads, PER_PROGRAM=config.heads_per_program, D=dim, ROPE=2 * rope.shape[1], quant=grid, CODES=scales is not None,
         num_warps=config.num_warps,
     )  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
-    signature = {"out": "*bf16", "out_stride_t": "i32", "out_stride_h": "i32", "rope": "*fp32", "scales": "*u8"}
+    signature = {
+        "out": "*bf16",
+        "out_stride_t": "i32",
+        "out_stride_h": "i32",
+        "rope": "*fp32",
+        "scales": "*fp32",
+        "scales_stride": "i32",
+    }
     return [
         AotCase(
             f"output_quant h{heads} tile={tile} codes={codes} x{per_program}", output_quant_kernel,
@@ -114,7 +118,7 @@ def aot_cases() -> list[AotCase]:
                 "HEADS": heads, "PER_PROGRAM": per_program, "D": 512, "ROPE": 64, "CODES": codes,
                 "quant": None if tile is None else Grid(512, "e4m3", tile, "ue8m0"),
             },
-            num_warps=1, aligned=("out", "out_stride_t", "out_stride_h", "rope", "scales", "result"),
+            num_warps=1, aligned=("out", "out_stride_t", "out_stride_h", "rope", "scales", "scales_stride", "result"),
         )
         for heads, tile, codes in ((64, 128, True), (128, 128, True), (64, 32, True), (64, 128, False), (64, None, False))
         for per_program in (1, 2)

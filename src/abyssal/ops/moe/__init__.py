@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,38 @@ from torch import Tensor
 from abyssal.ops.linear import LinearWeight, linear
 
 SUM_FLOOR = 1e-20  # scores may all underflow to 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """Weights and constants of one expert layer."""
+
+    gate: Tensor  # fp32 [E, D]
+    bias: Tensor | None  # fp32 [E]; None in hash layers
+    tid2eid: Tensor | None  # int [V, k], hash layers: the experts of a token id
+    w13: LinearWeight  # [E, 2 I, D]: gate rows, then up rows
+    w2: LinearWeight  # [E, D, I]
+    shared_w1: LinearWeight  # [I, D]
+    shared_w3: LinearWeight  # [I, D]
+    shared_w2: LinearWeight  # [D, I]
+    k: int
+    scale: float
+    temperature: float
+    limit: float
+
+
+def expert_layer(x: Tensor, token_ids: Tensor, layer: ExpertLayer) -> Tensor:
+    """Routed experts plus the shared one: x [T, D], normalised, and token_ids [T] -> [T, D] in x's dtype."""
+    ids = None if layer.tid2eid is None else layer.tid2eid[token_ids]
+    experts, weights = route(x, layer.gate, layer.bias, ids, layer.k, layer.scale, layer.temperature)
+    routed = moe(x, experts, weights, layer.w13, layer.w2, layer.limit)  # fp32
+    return (routed + shared_expert(x, layer)).to(x.dtype)
+
+
+def shared_expert(x: Tensor, layer: ExpertLayer) -> Tensor:
+    """[T, D] -> [T, D]."""
+    hidden = swiglu(linear(x, layer.shared_w1), linear(x, layer.shared_w3), None, layer.limit, x.dtype)
+    return linear(hidden, layer.shared_w2)
 
 
 def route(
@@ -39,14 +73,15 @@ def swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, limit: float, dtype:
     return (act if weight is None else act * weight).to(dtype)
 
 
-def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float) -> Tensor:
+def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float, first: int = 0) -> Tensor:
     """Sum of the chosen experts' outputs: x [T, D], experts int64 [T, k], weights fp32 [T, k] -> fp32 [T, D].
 
-    w13 is stacked [E, 2 I, D] (gate rows, then up rows), w2 [E, D, I]. Expert -1 stands for one that is elsewhere, and gives 0.
+    w13 is stacked [E, 2 I, D] (gate rows, then up rows), w2 [E, D, I], of experts first .. first + E - 1; others give 0.
     """
     tokens, k = experts.shape
     num_experts = w13.data.shape[0]
-    flat = torch.where(experts < 0, num_experts, experts).flatten()
+    local = experts - first
+    flat = torch.where((local < 0) | (local >= num_experts), num_experts, local).flatten()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=num_experts + 1).tolist()[:num_experts]
     rows = order // k

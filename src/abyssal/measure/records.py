@@ -1,0 +1,70 @@
+"""Sequences whose caches hold random records: decoding at a long context can be measured without computing the context."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from abyssal.engine.engine import Engine
+from abyssal.engine.request import EngineRequest, SamplingParams
+from abyssal.kv import codec
+from abyssal.kv.handover import HandOver, describe, stored_entries
+from abyssal.kv.pool import KVCache
+from abyssal.kv.specs import ROLL_BACK, CacheSpec
+
+ENCODED_AT_ONCE = 1 << 18  # records
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+
+
+def random_hand_over(cache: KVCache, token_ids: list[int], tokens: int, generator: torch.Generator) -> HandOver:
+    """What a sequence would hold after the first `tokens` of `token_ids`, with normally distributed values in every record.
+
+    Records are made on the generator's device and are as a writer would store them: every code and scale is valid.
+    """
+    records = {name: _random_records(spec, tokens, generator) for name, spec in cache.specs.items()}
+    kinds = {name: describe(spec) for name, spec in cache.specs.items()}
+    return HandOver(cache.identity, token_ids, tokens, max(0, tokens - ROLL_BACK), kinds, records)
+
+
+def _random_records(spec: CacheSpec, tokens: int, generator: torch.Generator) -> Tensor:
+    """uint8 [layers, entries, bytes_per_entry]."""
+    layers, entries = len(spec.layers), len(stored_entries(spec, tokens))
+    out = torch.empty(layers * entries, spec.layout.bytes_per_entry, dtype=torch.uint8, device=generator.device)
+    for first in range(0, len(out), ENCODED_AT_ONCE):
+        rows = out[first : first + ENCODED_AT_ONCE]
+        values = torch.randn(len(rows), spec.layout.dim, generator=generator, device=generator.device)
+        if spec.lifetime == "record":
+            values = values.abs_().add_(0.1)  # sums of exponentials are positive, and never near zero
+        data, scales = codec.encode(spec.layout, values)
+        rows[:, : spec.layout.data_bytes], rows[:, spec.layout.data_bytes :] = data, scales
+    return out.view(layers, entries, spec.layout.bytes_per_entry)
+
+
+def add_running(engine: Engine, count: int, context: int, more: int = 0, name: str = "r") -> list[str]:
+    """Let `count` sequences of `context` computed tokens run, each with `1 + more` prompt tokens left to compute.
+
+    All hold the same random records, in pages of their own. Their lengths differ by up to 127 tokens, so that groups of tokens are
+    not completed by all of them in the same step.
+
+    Returns:
+        Their request ids.
+    """
+    generator = torch.Generator(engine.runner.device).manual_seed(context)
+    host = torch.Generator().manual_seed(context)
+    ids = torch.randint(0, engine.info.vocab_size, (context + 1 + more,), generator=host).tolist()
+    whole = random_hand_over(engine.cache, ids, context, generator)
+    names = []
+    for index in range(count):
+        shorter = min(index * 37 % 128, context - 1)
+        request = EngineRequest(f"{name}{index}", ids[: len(ids) - shorter], GREEDY)
+        engine.import_sequence(request, _shortened(engine.cache, whole, shorter))
+        names.append(request.request_id)
+    return names
+
+
+def _shortened(cache: KVCache, whole: HandOver, tokens: int) -> HandOver:
+    """`whole` without its last `tokens` tokens: the records of others, but as many as the shorter sequence has."""
+    end = whole.num_tokens - tokens
+    records = {name: whole.records[name][:, : len(stored_entries(spec, end))].contiguous() for name, spec in cache.specs.items()}
+    ids = whole.token_ids[: len(whole.token_ids) - tokens]
+    return HandOver(whole.identity, ids, end, max(0, end - ROLL_BACK), whole.kinds, records)

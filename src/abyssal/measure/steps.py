@@ -1,0 +1,244 @@
+"""Times of decode steps and prefills of a running engine, beside what they cannot avoid."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from abyssal.config import ModelConfig
+from abyssal.engine.engine import Engine
+from abyssal.engine.request import EngineRequest
+from abyssal.errors import RequestError
+from abyssal.measure.breakdown import Breakdown, profile
+from abyssal.measure.ceilings import Ceilings, synchronised
+from abyssal.measure.records import GREEDY, add_running
+from abyssal.measure.roof import StepBytes, mean_decode_bytes, prefill_flops
+
+WARM_UP = 3  # steps before the clock: compilation, allocator caches
+PROFILED = 3  # steps under the profiler
+FULL_CHUNKS = 48  # a prefill of more chunks is sampled
+SAMPLES = 9  # positions of a sampled prefill, evenly from its first chunk to its last
+
+# Which ceiling an op's products meet; the others run in the dtype of the model.
+FP8_OPS = ("moe", "linear", "index_score")
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One row of decode measurements: `batch` sequences of about `context` tokens."""
+
+    batch: int
+    context: int
+    median_ms: float  # of one step, from the end of one to the end of the next
+    tokens_per_second: float
+    roof_ms: float
+    bytes: StepBytes
+    breakdown_ms: dict[str, float] | None  # of one step, by op
+    busy_ms: float | None  # of a profiled step, during which a kernel ran
+
+    @property
+    def share(self) -> float:
+        """Part of the step that its bytes would take at the copy bandwidth."""
+        return self.roof_ms / self.median_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One prefill of `tokens` tokens in chunks of `chunk`."""
+
+    tokens: int
+    chunk: int
+    sampled: int | None  # chunks that were measured, the total being interpolated; None: all of them
+    seconds: float
+    last_chunk_ms: float
+    peak_bytes: int | None  # of memory on a GPU while it ran, weights and caches included
+    breakdown_ms: dict[str, float]  # of the middle chunk, by op
+    share: dict[str, float]  # op -> part of its time in the middle chunk that its operations would take at the ceiling
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A row that could not be measured."""
+
+    what: str
+    error: str
+
+
+def decode_rows(
+    engine: Engine, batches: list[int], context: int, steps: int, ceilings: Ceilings, with_breakdown: bool
+) -> Iterator[Decode | Failed]:
+    """Decode at several batch sizes, the largest first: sequences are dropped from one size to the next.
+
+    The caches hold random records (`abyssal.measure.records`); tokens are drawn greedily.
+    """
+    context = min(context, engine.info.max_model_len - steps - WARM_UP - PROFILED - 1)
+    names: list[str] = []
+    try:
+        names = add_running(engine, max(batches), context)
+        refused = None
+    except RequestError as error:
+        refused = str(error)
+        names = list(running(engine))
+    for batch in sorted(batches, reverse=True):
+        what = f"decode, {batch} sequences of {context}"
+        if batch > len(names):
+            yield Failed(what, refused or "requests have ended")
+            continue
+        for name in names[batch:]:
+            engine.abort(name)
+        names = names[:batch]
+        try:
+            yield _decode(engine, context, steps, ceilings, with_breakdown)
+        except Exception as error:  # noqa: BLE001 the other rows are wanted all the same
+            yield Failed(what, f"{type(error).__name__}: {error}")
+            names = [name for name in names if name in running(engine)]
+    for name in names:
+        engine.abort(name)
+
+
+def running(engine: Engine) -> dict[str, int]:
+    """Request id -> tokens computed, of the running sequences."""
+    return {seq.request.request_id: seq.num_computed for seq in engine.scheduler.running}
+
+
+def _decode(engine: Engine, context: int, steps: int, ceilings: Ceilings, with_breakdown: bool) -> Decode:
+    batch = len(engine.scheduler.running)
+    for _ in range(WARM_UP):
+        engine.step()
+    contexts = list(running(engine).values())
+    gc.collect()  # not while the clock runs
+    ends = [synchronised(engine.runner.device)]
+    for _ in range(steps):
+        engine.step()
+        ends.append(time.perf_counter())
+    ends[-1] = synchronised(engine.runner.device)
+    assert len(engine.scheduler.running) == batch, "a request ended while it was measured"
+    moved = mean_decode_bytes(stored_config(engine), engine.runner.plan, engine.runner.dtype, contexts, steps)
+    found = None
+    if with_breakdown:
+        found = profile(lambda: [engine.step() for _ in range(PROFILED)], engine.runner.device)
+    return Decode(
+        batch=batch,
+        context=context,
+        median_ms=statistics.median(np.diff(ends).tolist()) * 1e3,
+        tokens_per_second=batch * steps / (ends[-1] - ends[0]),
+        roof_ms=moved.total / ceilings.copy * 1e3,
+        bytes=moved,
+        breakdown_ms=None if found is None else _milliseconds(found, PROFILED),
+        busy_ms=None if found is None else found.busy / PROFILED * 1e3,
+    )
+
+
+def measure_prefill(engine: Engine, tokens: int, ceilings: Ceilings) -> Prefill | Failed:
+    """A prefill in chunks of `max_num_batched_tokens`; of a long one some chunks, behind random records.
+
+    The total of a sampled prefill is interpolated between its chunks.
+    """
+    tokens = min(tokens, engine.info.max_model_len - 1)
+    chunk = min(engine.config.max_num_batched_tokens, tokens)
+    starts = np.arange(0, tokens, chunk)
+    device = engine.runner.device
+    sampled: int | None
+    times: list[float] = []
+    try:
+        _chunk(engine, 0, chunk)  # compiles
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        if len(starts) <= FULL_CHUNKS:
+            sampled = None
+            seconds = _whole(engine, tokens, times)
+        else:
+            sampled = SAMPLES
+            positions = starts[np.linspace(0, len(starts) - 1, SAMPLES).round().astype(int)]
+            times = [_chunk(engine, int(start), min(chunk, tokens - int(start))) for start in positions]
+            seconds = float(np.interp(starts, positions, times).sum())
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        middle = int(starts[len(starts) // 2])
+        count = min(chunk, tokens - middle)
+        found: list[Breakdown] = []
+        _chunk(engine, middle, count, lambda run: found.append(profile(run, device)))
+    except Exception as error:  # noqa: BLE001 the other rows are wanted all the same
+        for name in list(running(engine)):
+            engine.abort(name)
+        return Failed(f"prefill of {tokens}", f"{type(error).__name__}: {error}")
+    flops = prefill_flops(stored_config(engine), middle, count)
+    spent = found[0].by_op
+    share = {op: flops[op] / _ceiling(op, ceilings) / spent[op] for op in flops if op in spent}
+    return Prefill(tokens, chunk, sampled, seconds, times[-1] * 1e3, peak, _milliseconds(found[0], 1), share)
+
+
+def _ceiling(op: str, ceilings: Ceilings) -> float:
+    return ceilings.fp8_matmul if op in FP8_OPS and ceilings.fp8_matmul is not None else ceilings.matmul
+
+
+def _whole(engine: Engine, tokens: int, times: list[float]) -> float:
+    """Seconds until the first token after a prompt of `tokens`; `times` receives those of the steps."""
+    _add_prompt(engine, tokens, seed=tokens)
+    device = engine.runner.device
+    begin = last = synchronised(device)
+    while not engine.step():
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    end = synchronised(device)
+    times.append(end - last)
+    _abort_all(engine)
+    return end - begin
+
+
+def _chunk(engine: Engine, start: int, count: int, around: Callable[[Callable[[], None]], Any] | None = None) -> float:
+    """Seconds of computing tokens [start, start + count) of one sequence; `around` may run that under a profiler."""
+    if start:
+        add_running(engine, 1, start, count - 1)
+    else:
+        _add_prompt(engine, count, seed=start)
+
+    def run() -> None:
+        while not engine.step():
+            pass
+
+    begin = synchronised(engine.runner.device)
+    run() if around is None else around(run)
+    seconds = synchronised(engine.runner.device) - begin
+    _abort_all(engine)
+    return seconds
+
+
+def _add_prompt(engine: Engine, tokens: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, engine.info.vocab_size, (tokens,), generator=generator).tolist()
+    engine.add(EngineRequest("prefill", ids, replace(GREEDY, max_tokens=2)))
+
+
+def _abort_all(engine: Engine) -> None:
+    for name in list(running(engine)):
+        engine.abort(name)
+
+
+def _milliseconds(found: Breakdown, steps: int) -> dict[str, float]:
+    return {op: seconds / steps * 1e3 for op, seconds in found.by_op.items()}
+
+
+def stored_config(engine: Engine) -> ModelConfig:
+    """The model's config, without its quantisation where the loader dequantised the weights."""
+    config = engine.runner.model_config
+    return config if engine.runner.quantised else replace(config, quant=None)
+
+
+def as_dict(row: Decode | Prefill | Failed) -> dict[str, Any]:
+    """For JSON."""
+    extra = {"share": row.share} if isinstance(row, Decode) else {}
+    if isinstance(row, Prefill):
+        extra = {"tokens_per_second": row.tokens_per_second}
+    return {"kind": type(row).__name__.lower(), **asdict(row), **extra}
