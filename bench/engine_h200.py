@@ -28,7 +28,7 @@ import torch
 from abyssal.config import EngineConfig, from_sources
 from abyssal.engine.engine import Engine
 from abyssal.measure.ceilings import Ceilings, measure_ceilings
-from abyssal.measure.steps import Decode, Failed, Prefill, as_dict, decode_rows, measure_prefill
+from abyssal.measure.steps import Decode, Failed, Row, as_dict, decode_rows, measure_prefill
 from bench.slices import SLICES, random_weights, slice_config, write_slice
 
 LONG = 1 << 20
@@ -36,8 +36,6 @@ BATCHES, CONTEXTS, PREFILLS, STEPS = [1, 8, 32, 64, 128], [8192, 65536], [8192, 
 QUICK_BATCHES, QUICK_CONTEXTS, QUICK_PREFILLS, QUICK_STEPS = [1, 64], [8192], [8192, LONG], 16
 VARIANT_BATCHES, VARIANT_CONTEXT = [1, 32, 64], 8192
 MHC = "mhc=separate"
-
-Row = Decode | Prefill | Failed
 
 
 def default_variants() -> list[str]:

@@ -13,12 +13,15 @@ import torch
 
 from abyssal.checkpoint.sizes import weight_bytes
 from abyssal.config import LayerPlan
+from abyssal.engine.engine import Engine
 from abyssal.kv import codec
 from abyssal.measure.records import add_running, random_hand_over
 from abyssal.model_config import load_model_config, parse_model_config
 from abyssal.model_config.presets import load_preset
 from bench import engine_h200
 from bench.slices import SLICES, slice_config, write_slice
+from bench.soak import Soak, small_pool, soak
+from tests.support.families import FAMILIES, write_small
 from tests.support.slices import LAYERS, LAYOUTS, SMALL, SMALL_V41, slice_engine, small_slice
 
 NAMES = list(LAYOUTS)
@@ -176,3 +179,27 @@ def test_slices_are_written_with_all_that_an_engine_reads(tmp_path: Path) -> Non
     config = load_model_config(tmp_path)
     assert config.engram is not None and config.engram.layer_ids == (0,)
     assert {"config.json", "tokenizer.json", "model.safetensors"} == {file.name for file in tmp_path.iterdir()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_soak_ends_clean(family: str, tmp_path: Path) -> None:
+    """Twenty seconds of random requests, aborts, prefix hits and preemptions; greedy tokens never depend on company."""
+    folder = write_small(family, tmp_path, seed=2)
+    counts = soak({"model": str(folder), "device": "cpu", "kv_cache_bytes": 3 << 20}, seconds=20, seed=1, exact=True)
+    assert counts.finished > 20
+
+
+def test_a_soak_notices_what_is_left_over(tmp_path: Path) -> None:
+    """The checks of the soak can fail: a page that somebody keeps, a request that failed."""
+    engine = Engine(small_pool({"model": str(write_small("v4", tmp_path, seed=2)), "device": "cpu", "max_num_seqs": 4}))
+    run = Soak(engine, seed=0)
+    run.assert_drained()
+    kept = engine.cache.new_sequence()
+    assert engine.cache.allocate(kept, 0, 5)
+    with pytest.raises(AssertionError, match="pages lost"):
+        run.assert_drained()
+    engine.cache.free(kept)
+    run.counts.errors.append("planted")
+    with pytest.raises(AssertionError, match="planted"):
+        run.assert_drained()

@@ -12,7 +12,7 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -23,27 +23,30 @@ from abyssal.ops.hyper_connection import triton as kernel
 
 HIDDEN = (5120, 7168, 4096)
 TOKENS = (1, 8, 64, 512, 4096)
-# tokens -> one launch, block_tokens, block_hidden, warps, stages, registers
-VARIANTS: dict[int, list[tuple[bool, int, int, int, int, int]]] = {
-    1: [(True, 1, 32, 4, 2, 255), (True, 1, 64, 4, 2, 255), (False, 1, 32, 4, 3, 255)],
-    8: [(True, 8, 64, 4, 2, 255), (False, 8, 128, 4, 2, 255)],
-    64: [(True, 8, 128, 4, 2, 168), (False, 16, 128, 4, 2, 255), (False, 64, 32, 4, 3, 255)],
-    512: [(False, 32, 64, 4, 2, 255), (False, 128, 32, 8, 3, 255), (False, 32, 128, 8, 2, 255)],
-    4096: [(False, 32, 64, 4, 2, 255), (False, 128, 32, 8, 3, 255), (False, 32, 128, 8, 2, 255)],
+# tokens -> one launch, block_tokens, block_hidden, warps, stages, registers[, splits]
+VARIANTS: dict[int, list[tuple[int, ...]]] = {
+    1: [(True, 1, 32, 4, 2, 255)],
+    8: [(True, 8, 64, 4, 2, 255)],
+    64: [(True, 16, 128, 4, 2, 255), (True, 16, 128, 4, 2, 168), (True, 64, 64, 8, 2, 128), (True, 64, 32, 8, 2, 128)],
+    512: [(True, 64, 64, 8, 2, 128), (True, 32, 64, 4, 2, 168), (True, 64, 32, 8, 2, 128), (True, 32, 128, 8, 2, 128),
+          (False, 64, 32, 8, 3, 128), (False, 32, 64, 4, 2, 168), (False, 32, 64, 8, 2, 128)],
+    4096: [(False, 64, 32, 8, 3, 128), (False, 64, 32, 8, 3, 128, 10), (False, 64, 32, 4, 3, 255, 10), (False, 32, 64, 4, 2, 168, 8),
+           (False, 32, 64, 8, 2, 128), (False, 32, 64, 8, 2, 128, 8), (True, 64, 64, 8, 2, 128)],
 }  # fmt: skip
 PARAMETERS = {"rms_eps": 1e-6, "eps": 1e-6, "iterations": 20}
 
 
-def config_of(
-    tokens: int, hidden: int, variant: tuple[bool, int, int, int, int, int], num_sms: int
-) -> kernel.LaunchConfig | None:
-    one_launch, block_tokens, block_hidden, num_warps, num_stages, registers = variant
-    if not one_launch:
-        return kernel.two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
+def config_of(tokens: int, hidden: int, variant: tuple[int, ...], num_sms: int) -> kernel.LaunchConfig | None:
+    one_launch, block_tokens, block_hidden, num_warps, num_stages, registers, *splits = variant
     config = kernel.LaunchConfig(
-        block_tokens, block_hidden, hidden // block_hidden, 1, num_warps, num_stages, registers, one_launch
+        block_tokens, block_hidden, hidden // block_hidden, 1, num_warps, num_stages, registers, bool(one_launch)
     )
-    return config if config.programs(tokens) <= config.resident(num_sms) else None
+    if one_launch:
+        return config
+    if not splits:
+        return kernel.two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
+    steps, rest = divmod(config.splits, splits[0])
+    return None if rest else replace(config, splits=splits[0], steps=steps)
 
 
 def make_inputs(tokens: int, hidden: int, own: bool, cold: bool) -> tuple[list[dict[str, Any]], list[hc.MixWeights]]:
@@ -80,16 +83,15 @@ def cases(hidden_sizes: list[int], tokens: list[int], num_sms: int) -> list[tupl
             chosen = kernel.launch_config(count, hidden, num_sms)
             configs = [chosen]
             configs += [c for v in VARIANTS[count] if (c := config_of(count, hidden, v, num_sms)) not in (None, chosen)]
-            if hidden != HIDDEN[0]:
-                configs = configs[:4]
             for own in (True, False):
-                found += [(hidden, count, own, c) for c in (configs if own or hidden == HIDDEN[0] else configs[:2])]
+                some = [c for c in configs if own or c.one_launch or c.num_warps == 8] if hidden == HIDDEN[0] else [chosen]
+                found += [(hidden, count, own, c) for c in some]
     return found
 
 
 def time_kernel(hidden: int, tokens: int, own: bool, config: kernel.LaunchConfig, cold: bool) -> float:
     arguments, weights = make_inputs(tokens, hidden, own, cold)
-    state = kernel.HandoverState.of_size(config.partial_rows(tokens), tokens, "cuda")
+    state = kernel.HandoverState.of_size(config.partial_rows(tokens), config.counters(tokens), "cuda")
     prepared = [kernel.KernelWeights.prepare(w) for w in weights]
     inputs = list(zip(arguments, prepared, strict=True))
     return median_us(
@@ -121,7 +123,7 @@ def compile_share(hidden_sizes: list[int], tokens: list[int], share: int, shares
     num_sms = kernel.sm_count(torch.device("cuda", 0))
     for hidden, _, own, config in cases(hidden_sizes, tokens, num_sms)[share::shares]:
         arguments, weights = make_inputs(1, hidden, own, cold=False)  # the token count is no compile-time constant
-        state = kernel.HandoverState.of_size(config.partial_rows(1), 1, "cuda")
+        state = kernel.HandoverState.of_size(config.partial_rows(1), config.counters(1), "cuda")
         try:
             kernel.site(weights=kernel.KernelWeights.prepare(weights[0]), state=state, config=config, **arguments[0])
         except Exception as error:  # noqa: BLE001

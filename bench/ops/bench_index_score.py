@@ -38,7 +38,7 @@ def kernels(layout: str, row: tuple[int, int, int]) -> dict[str, Callable[..., t
         "triton": functools.partial(triton.index_score, **options, **maxima),
     }
     if row in TUNED:
-        for copies, stages, registers, early in ((2, 6, 255, True), (3, 4, 168, True), (3, 6, 168, False)):
+        for copies, stages, registers, early in ((2, 8, 255, True), (3, 4, 168, True), (2, 8, 255, False)):
             config = gluon.ScoreConfig(copies * count, 1, stages, registers, early)
             chosen[f"gluon x {copies}, {stages}{', early' if early else ''}"] = functools.partial(
                 gluon.index_score, **options, **maxima, config=config

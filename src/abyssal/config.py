@@ -177,7 +177,7 @@ class EngineConfig:
     max_model_len: int | None = option(None, "most tokens of a sequence; default: what model and cache allow", low=1)
     enable_prefix_caching: bool = option(True, "reuse the cache of common prompt prefixes")
     enable_cuda_graphs: bool | None = option(
-        None, "replay decode steps as CUDA graphs, a graph per shape; default: where the ops are kernels"
+        None, "replay decode steps as CUDA graphs, a graph per shape; default: where the ops are kernels and there is one rank"
     )
     seed: int = option(0, "seed of requests that bring none", low=0, high=2**63 - 1)
     served_model_name: str | None = option(None, "name of the model in the API; default: its folder's name")
@@ -301,10 +301,16 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
             f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings={model_config.max_position}; "
             "lower it or leave it out"
         )
-    graphs = backend != "reference" if config.enable_cuda_graphs is None else config.enable_cuda_graphs
+    alone = config.dp * config.tp == 1
+    graphs = backend != "reference" and alone if config.enable_cuda_graphs is None else config.enable_cuda_graphs
     if graphs and backend == "reference":
         raise ConfigError(
             "enable_cuda_graphs=true needs kernels, but backend is reference; choose another backend or leave the option out"
+        )
+    if graphs and ep > config.tp:
+        raise ConfigError(
+            f"enable_cuda_graphs=true: replicas that share experts (dp={config.dp}, ep={ep}) compute steps of other sizes than their own; "
+            "leave the option out"
         )
     default_bytes = CPU_KV_CACHE_BYTES if device == "cpu" else None
     return replace(

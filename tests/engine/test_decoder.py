@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from abyssal.engine import engine as engine_module
 from abyssal.engine import runner
 from abyssal.engine.decoder import Decoder, buckets
 from abyssal.engine.engine import Engine
-from abyssal.engine.request import EngineRequest
-from abyssal.kv.pool import NO_PAGE
+from abyssal.engine.flight import Flight
+from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
+from abyssal.engine.sampler import SamplerState, sample_plain
+from abyssal.engine.sequence import Sequence
+from abyssal.errors import EngineDeadError
+from abyssal.kv.batch import Chunk
+from abyssal.kv.pool import NO_PAGE, SequenceCache
 from abyssal.ops._kernels import KernelOps
+from tests.engine import test_engine
 from tests.engine.test_engine import MIB, alone, assert_drained, drain, engine, greedy, prompt
 from tests.model.test_kernels import v4, v41
 from tests.support.families import FAMILIES, write_small
@@ -107,3 +117,193 @@ def test_kernels_in_fixed_shapes(
         assert torch.equal(pool.data, other.data), bucket
     for side in (reference, ordinary, fixed):
         side.llm.close()
+
+
+CHECKS = [
+    test_engine.test_running_out_of_pages_preempts_and_changes_no_token,
+    test_engine.test_min_tokens_and_stop_ids,
+    *[partial(test_engine.test_d03_a_preempted_request_reports_every_token_once, after=after) for after in (1, 10, 128)],
+    partial(test_engine.test_one_sequence_fills_the_cache_to_its_last_token, budget=48, prompt_tokens=500),
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_holds_for_ordinary_steps(
+    check: Callable[[Path], None], ahead: Path, monkeypatch: pytest.MonkeyPatch, flights: list[int]
+) -> None:
+    """Tests of the engine, with steps that are launched one ahead: preempted, aborted and ended while one is under way."""
+    plain = test_engine.engine
+    monkeypatch.setattr(test_engine, "engine", lambda *args, **options: decoding(plain(*args, **options)))
+    check(ahead)
+    assert flights
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without n-gram tables: the host need not know a token before the next step."""
+    return write_small("v4", tmp_path_factory.mktemp("ahead"), seed=3)
+
+
+@pytest.fixture
+def flights(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Receives the number of sequences of each step that takes its tokens from one under way."""
+    following: list[int] = []
+    tokens_of = Flight.tokens_of
+
+    def record(self: Flight, sequences: list[Sequence]) -> torch.Tensor:
+        following.append(len(sequences))
+        return tokens_of(self, sequences)
+
+    monkeypatch.setattr(Flight, "tokens_of", record)
+    return following
+
+
+def test_sampled_tokens_with_requests_of_all_kinds(ahead: Path, flights: list[int]) -> None:
+    """Some follow from logits alone, some do not, and at the end those that do are left."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.7, "top_k": 5}, {"temperature": 0.8, "top_p": 0.7},
+        {"temperature": 1.2, "min_p": 0.1, "top_k": 20, "top_p": 0.9}, {"temperature": 1.0, "min_tokens": 10},
+        {"temperature": 1.0, "frequency_penalty": 1.0, "max_tokens": 12}, {"temperature": 0, "logprobs": 2, "max_tokens": 9},
+        {"temperature": 1.0, "logit_bias": {5: 3.0}, "max_tokens": 7},
+    ]  # fmt: skip
+    requests = {
+        f"r{i}": (prompt(5 + i, i), SamplingParams(**({"seed": i, "max_tokens": 40} | kind))) for i, kind in enumerate(kinds)
+    }
+    expected = alone(ahead, requests)
+    eng = decoding(engine(ahead, max_num_seqs=9, max_model_len=640))
+    for name, (ids, params) in requests.items():
+        eng.add(EngineRequest(name, ids, params))
+    assert drain(eng) == expected
+    assert_drained(eng)
+    assert len(flights) > 20
+
+
+def test_a_stop_while_the_next_step_is_under_way(ahead: Path, flights: list[int]) -> None:
+    """The surplus token is dropped, the others of the batch notice nothing, and the pages can be used at once."""
+    requests = {f"r{i}": (prompt(40 + i, i), greedy(30)) for i in range(4)}
+    free = alone(ahead, requests)
+    stop = free["r2"][10]
+    requests["r2"] = (requests["r2"][0], greedy(30, stop_token_ids=[stop]))
+    eng = decoding(engine(ahead, max_num_seqs=4, max_model_len=640))
+    for name, (ids, params) in requests.items():
+        eng.add(EngineRequest(name, ids, params))
+    eng.add(EngineRequest("late", *requests["r0"]))  # takes the place of the one that stops
+    got = drain(eng)
+    assert got.pop("late") == free["r0"]
+    free["r2"] = free["r2"][: free["r2"].index(stop) + 1]
+    assert got == free
+    assert 4 in flights
+    assert_drained(eng)
+
+
+def test_unusable_logits_and_an_abort_in_a_step_under_way(
+    ahead: Path, monkeypatch: pytest.MonkeyPatch, flights: list[int]
+) -> None:
+    requests = {name: (prompt(9 + i, i), greedy(30)) for i, name in enumerate("abc")}
+    expected = alone(ahead, requests)
+    calls = 0
+
+    def spoil(logits: torch.Tensor, states: list[SamplerState], in_flight: int) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return sample_plain(logits.index_fill(0, torch.tensor([0]), torch.nan) if calls == 6 else logits, states, in_flight)
+
+    monkeypatch.setattr(engine_module, "sample_plain", spoil)
+    eng = decoding(engine(ahead))
+    for name, (ids, params) in requests.items():
+        eng.add(EngineRequest(name, ids, params))
+    updates: list[RequestUpdate] = []
+    for step in itertools.count():
+        updates += eng.step()
+        if step == 15:
+            eng.abort("c")
+        if not eng.has_unfinished():
+            break
+    tokens = {name: [t for u in updates if u.request_id == name for t in u.token_ids] for name in "abc"}
+    assert [u.request_id for u in updates if u.error] == ["a"] and "no usable logits" in str(
+        next(u.error for u in updates if u.error)
+    )
+    assert tokens["a"] == expected["a"][:6] and tokens["b"] == expected["b"]
+    assert 10 < len(tokens["c"]) < 20 and tokens["c"] == expected["c"][: len(tokens["c"])]
+    assert flights
+    eng.step()
+    assert_drained(eng)
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_step_that_cannot_be_launched_ends_its_culprit_only(
+    lasting: bool, ahead: Path, monkeypatch: pytest.MonkeyPatch, flights: list[int]
+) -> None:
+    """The step under way is reported first; then each sequence of the failed step is computed again, alone."""
+    requests = {name: (prompt(9 + i, i), greedy(24)) for i, name in enumerate("abc")}
+    expected = alone(ahead, requests)
+    eng = decoding(engine(ahead))
+    for name, (ids, params) in requests.items():
+        eng.add(EngineRequest(name, ids, params))
+    updates = eng.step()
+    doomed = eng.scheduler.running[1].cache
+
+    step, call = Decoder.step, runner.Runner.__call__
+
+    def break_on_b(self: Decoder, caches: list[SequenceCache], positions: list[int], token_ids: Any) -> torch.Tensor:
+        if any(cache is doomed and start == 10 + 11 for cache, start in zip(caches, positions, strict=True)):
+            raise ValueError("planted")
+        return step(self, caches, positions, token_ids)
+
+    def break_alone_too(self: runner.Runner, chunks: list[Chunk], rows: list[int]) -> torch.Tensor:
+        if any(c.cache is doomed and c.end == 10 + 12 for c in chunks):
+            raise ValueError("planted")
+        return call(self, chunks, rows)
+
+    monkeypatch.setattr(Decoder, "step", break_on_b)
+    if lasting:
+        monkeypatch.setattr(runner.Runner, "__call__", break_alone_too)
+    while eng.has_unfinished():
+        updates += eng.step()
+    tokens = {name: [t for u in updates if u.request_id == name for t in u.token_ids] for name in "abc"}
+    assert [(u.request_id, "planted" in u.error) for u in updates if u.error] == [("b", True)] * lasting
+    if lasting:
+        expected["b"] = expected["b"][:12]
+    assert tokens == expected and flights
+    assert_drained(eng)
+
+
+@pytest.mark.parametrize("where", ["launch", "land"])
+def test_a_lost_device_stops_the_engine(where: str, ahead: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eng = decoding(engine(ahead))
+    eng.add(EngineRequest("a", prompt(5, 1), greedy(40)))
+    for _ in range(5):
+        eng.step()
+
+    def fault(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(*((Decoder, "step", fault) if where == "launch" else (Flight, "land", fault)))
+    with pytest.raises(EngineDeadError, match="illegal memory access"):
+        eng.step()
+
+
+def test_a_request_is_handed_over_while_a_step_is_under_way(ahead: Path, flights: list[int]) -> None:
+    requests = {name: (prompt(120 + i, i), greedy(40)) for i, name in enumerate("ab")}
+    expected = alone(ahead, requests)
+    one, other = decoding(engine(ahead)), decoding(engine(ahead))
+    for name, (ids, params) in requests.items():
+        one.add(EngineRequest(name, ids, params))
+    updates = [u for _ in range(15) for u in one.step()]
+    handed = one.export_sequence("a")
+    updates += one.step()
+    done = handed.token_ids[len(requests["a"][0]) :]
+    assert flights and done == [t for u in updates if u.request_id == "a" for t in u.token_ids][: len(done)]
+    other.import_sequence(EngineRequest("a", *requests["a"]), handed)
+    assert done + drain(other)["a"] == expected["a"]
+    one.abort("a")
+    rest = [t for u in updates if u.request_id == "b" for t in u.token_ids] + drain(one)["b"]
+    assert rest == expected["b"]
+    for eng in (one, other):
+        assert_drained(eng)
+
+
+def test_n_gram_tables_keep_a_step_from_being_launched_ahead(tmp_path: Path, flights: list[int]) -> None:
+    eng = decoding(engine(write_small("v41", tmp_path, seed=3)))
+    eng.add(EngineRequest("a", prompt(5, 1), greedy(10)))
+    assert len(drain(eng)["a"]) == 10 and not flights

@@ -9,7 +9,7 @@ import torch
 
 from abyssal.engine.request import EngineRequest, SamplingParams
 from abyssal.engine.sampler import SamplerState
-from abyssal.engine.scheduler import Scheduler
+from abyssal.engine.scheduler import Scheduler, TokenBudget
 from abyssal.engine.sequence import Sequence
 from abyssal.engine.swap import SwapSpace
 from abyssal.errors import ConfigError
@@ -84,3 +84,31 @@ def test_b07_a_prompt_longer_than_the_token_budget_makes_progress(budget: int) -
             scheduler.remove(seq)
     assert not lengths
     assert all(pool.num_free == pool.num_pages for pool in scheduler.cache.pools.values())
+
+
+def test_a_reduced_budget_grows_ever_more_slowly_after_failures() -> None:
+    budget = TokenBudget(96)
+    budget.fits()
+    assert budget.tokens == 96
+    budget.exceeded(90)
+    assert budget.tokens == 45, "half of what was too much"
+
+    def steps_until_it_grows() -> int:
+        before = budget.tokens
+        for step in range(1, 10_000):
+            budget.fits()
+            if budget.tokens > before:
+                assert budget.tokens == min(96, 2 * before)
+                return step
+        raise AssertionError("it never grew")
+
+    patience = []
+    for _ in range(4):
+        patience.append(steps_until_it_grows())
+        while budget.tokens < 96:
+            steps_until_it_grows()
+        budget.exceeded(96)
+    assert patience == sorted(set(patience)) and patience[-1] == 8 * patience[0], "or a limit that stays would be hit for ever"
+    for _ in range(9):
+        budget.exceeded(1)
+    assert budget.tokens == 1

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from abyssal.config import ALLOWED_KV, EngineConfig, ModelConfig
+from abyssal.kv import decode
 from abyssal.kv.batch import Batch, Chunk, CompressFacts, build_batch
-from abyssal.kv.decode import DecodeFacts, DecodeInputs, DecodeTables
+from abyssal.kv.decode import DecodeFacts, DecodeInputs, DecodeTables, staged
 from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache
 from abyssal.kv.prefix import PrefixIndex
 from abyssal.kv.specs import ROLL_BACK, plan_caches
@@ -59,8 +60,11 @@ class World:
 
     def compare(self, seqs: list[tuple[SequenceCache, list[int]]], count: int, capacity: int) -> None:
         """One step in which each sequence computes the last of its ids, in `count` rows."""
+        assert self.cache.allocate_next([seq for seq, _ in seqs], [len(ids) - 1 for _, ids in seqs])
+        pages = {id(seq): {n: t.pages.copy() for n, t in seq.tables.items()} for seq, _ in seqs}
         for seq, ids in seqs:
             assert self.cache.allocate(seq, len(ids) - 1, len(ids))
+            assert all((t.pages == pages[id(seq)][n]).all() for n, t in seq.tables.items()), "a page was missing"
         chunks = [Chunk(ids[-1:], len(ids) - 1, seq) for seq, ids in seqs]
         inputs = np.zeros((4, count), np.int64)
         inputs[2] = self.tables.empty_row
@@ -72,7 +76,11 @@ class World:
             assert_same(self.cache, expected, got, len(seqs), count, capacity)
         for seq, ids in seqs:
             self.cache.commit(seq, ids, len(ids))
+        self.cache.release_passed([seq for seq, _ in seqs], [len(ids) for _, ids in seqs])
+        for seq, ids in seqs:
+            before = self.cache.used_by_kind.copy()
             self.cache.release_unneeded(seq, len(ids))
+            assert self.cache.used_by_kind == before, "a page was left"
 
 
 def assert_same(cache: KVCache, expected: Batch, got: Batch, n: int, count: int, capacity: int) -> None:
@@ -211,23 +219,23 @@ def test_every_sequence_may_be_in_a_step() -> None:
 
 
 def test_only_what_has_changed_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step inside of all pages does not even look; one that opens a page compares that kind."""
+    """A step inside of all pages sends nothing; one that opens a page sends that page of every layer."""
     world = World(MODELS["v4"], ("v4", "same", "fp8"), 1, prefix=False)
     sent: list[int] = []
-    take_up = world.tables._take_up
 
-    def record(*args: Any) -> Any:
-        place, pages = take_up(*args)
-        sent.append(len(place))
-        return place, pages
+    def record(array: np.ndarray, device: torch.device) -> Tensor:
+        sent.append(array.shape[1])
+        return staged(array, device)
 
-    monkeypatch.setattr(world.tables, "_take_up", record)
+    monkeypatch.setattr(decode, "staged", record)
     ids = [7] * 322
     seq = world.sequence(ids)
     world.compare([(seq, ids)], 1, CAPACITY)
-    assert sum(sent) > 0
-    for n in range(323, 360):
+    (first,) = sent
+    assert first == sum(int((table.pages != NO_PAGE).sum()) for table in seq.tables.values())
+    for n in range(323, 400):
         sent.clear()
         ids.append(7)
         world.compare([(seq, ids)], 1, CAPACITY)
-        assert bool(sent) == ((n - 1) % 4 == 0), n  # a page of ratio-4 state holds 4 rows
+        # Four layers' windows of 64 tokens a page; two layers' states of main KV and of index keys, 4 rows a page; ratio 128.
+        assert sum(sent) == 4 * ((n - 1) % 64 == 0) + 4 * ((n - 1) % 4 == 0) + (n % 256 == 128), (n, sent)

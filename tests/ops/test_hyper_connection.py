@@ -196,6 +196,22 @@ def test_kernel_launch_shapes(config, own):
     check_site(run_kernel(arguments, weights, config=config), arguments, weights)
 
 
+@pytest.mark.parametrize("block_tokens", [16, 32], ids=["direct", "relayed"])
+@pytest.mark.parametrize("own", [True, False], ids=["v4", "v41"])
+def test_kernel_programs_of_one_launch_hand_over(own, block_tokens):
+    """Groups of four programs and a ragged last group.
+
+    The interpreter runs programs one after the other without waiting: of three equal launches the last finds all that they hand over.
+    """
+    arguments, weights = make_site(block_tokens + 3, 64, own=own, seed=2)
+    state = kernel.HandoverState.of_size(1000, 8, KERNEL_DEVICE)
+    config = small(block_tokens, 16, 4, 1, one_launch=True)
+    for _ in range(3):
+        got = run_kernel(arguments, weights, state, config=config)
+    check_site(got, arguments, weights)
+    assert (state.arrivals & 0x7FFFFFFF == 0).all(), "the next launch would not find the counters as it needs them"
+
+
 def test_kernel_last_sites():
     """V4's final collapse with 4 coefficients, V4.1's with those of the site before and no weights."""
     arguments, weights = make_site(3, 64, rows=4)
@@ -309,7 +325,8 @@ def test_kernel_config_and_state_cover_every_token_count(hidden):
             config = kernel.launch_config(tokens, hidden, 132, one_launch)
             assert config.splits * config.steps * config.block_hidden == hidden
             assert state.partials.shape[0] >= config.partial_rows(tokens)
-            assert not config.one_launch or (one_launch and config.steps == 1 and config.programs(tokens) <= config.resident(132))
+            assert not config.one_launch or (one_launch and config.steps == 1 and config.may_wait(tokens, 132))
+            assert state.arrivals.shape[0] >= config.counters(tokens)
 
 
 def test_kernel_weights_keep_sixteen_bits():
@@ -337,6 +354,20 @@ def test_kernel_at_released_sizes(tokens, own, hidden):
             assert torch.equal(getattr(got, name), getattr(again, name)), name
         streams = got.streams if streams is None else streams
         assert torch.equal(got.streams, streams)
+    assert not (state.arrivals & 0x7FFFFFFF).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [True, False], ids=["v4", "v41"])
+@pytest.mark.parametrize("tokens", [40, 512, 1500])
+def test_kernel_groups_wait_in_more_programs_than_run_at_once(tokens, own):
+    arguments, weights = make_site(tokens, 5120, own=own, seed=tokens, iterations=20)
+    config = kernel.LaunchConfig(64, 64, 80, 1, 8, 2, 128, True)
+    state = kernel.HandoverState.of_size(config.partial_rows(tokens), config.counters(tokens), "cuda")
+    got, again = (run_kernel(arguments, weights, state, config=config) for _ in range(2))
+    check_site(got, arguments, weights)
+    for name in ("streams", "x", "pre", "post", "comb"):
+        assert torch.equal(getattr(got, name), getattr(again, name)), name
     assert not (state.arrivals & 0x7FFFFFFF).any()
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import abyssal.ops.linear.triton as kernels
 from abyssal.ops import linear as ops
 from abyssal.ops.linear import LinearWeight, dequantize, linear, linear_grouped, quantize_e4m3_tiles
+from tests.support.records import DEVICE
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -227,3 +230,308 @@ def test_grouped_linear_uses_each_groups_own_rows():
         want = x[:, group].double() @ rows[group * 5 : group * 5 + 5].T
         torch.testing.assert_close(got[:, group].double(), want, rtol=1e-5, atol=1e-5)
     assert linear_grouped(x[:0], weight).shape == (0, 3, 5)
+
+
+# Kernels
+
+
+def fp8_weight(
+    rows: int, columns: int, block: int, seed: int = 0, tile: int | None = None, fp32_scales: bool = False
+) -> LinearWeight:
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.randint(112, 124, (-(-rows // block), -(-columns // block)), generator=generator, dtype=torch.uint8)
+    if fp32_scales:
+        scale = torch.rand(scale.shape, generator=generator) * 0.02 + 1e-4
+    data = random_e4m3(rows, columns, seed=seed)
+    return LinearWeight(data.to(DEVICE), scale.to(DEVICE), "fp8", (block, block), tile or block)
+
+
+def plain_weight(rows: int, columns: int, seed: int = 0, tile: int | None = None) -> LinearWeight:
+    generator = torch.Generator().manual_seed(seed)
+    return LinearWeight(torch.randn(rows, columns, generator=generator).bfloat16().to(DEVICE), None, "plain", None, tile)
+
+
+def fp32_weight(rows: int, columns: int, seed: int = 0, from_bf16: bool = False) -> torch.Tensor:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return weight.bfloat16().float() if from_bf16 else weight
+
+
+def tokens_of(count: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """bf16 rows of many magnitudes: with zeros, a row of zeros, and tiles below the floor of the scale."""
+    x = torch.randn(count, columns, generator=torch.Generator().manual_seed(seed))
+    x *= torch.logspace(-6, 3, columns)[torch.randperm(columns, generator=torch.Generator().manual_seed(seed))]
+    x[:, ::7] = 0
+    x[2::3] = 0
+    return x.bfloat16().to(DEVICE)
+
+
+def assert_product(got: torch.Tensor, x: torch.Tensor, weight: LinearWeight | torch.Tensor, quantised: bool = False) -> None:
+    """Within one rounding of the exact product of the reference's operands, and fp32 sums."""
+    if isinstance(weight, LinearWeight):
+        matrix = dequantize(weight, torch.float64 if weight.format == "plain" else torch.float32).double()
+        if weight.quantize_input is not None and not quantised:
+            x = quantize_e4m3_tiles(x, weight.quantize_input)
+    else:
+        matrix = weight.double()
+    want = x.double() @ matrix.T
+    rounding = want.abs() * 2**-8 if got.dtype == torch.bfloat16 else 0
+    bound = rounding + x.double().abs() @ matrix.abs().T * 2**-19
+    assert got.shape == want.shape and got.dtype == (torch.float32 if isinstance(weight, torch.Tensor) else torch.bfloat16)
+    assert not got.isnan().any()
+    worst = ((got.double() - want).abs() - bound).max()
+    assert worst <= 0, f"{tuple(x.shape)} by {tuple(want.shape)}: {worst} beyond the bound"
+
+
+def product(x: torch.Tensor, *weights: LinearWeight | torch.Tensor, **options: bool) -> tuple[torch.Tensor, ...]:
+    return kernels.linear(x, kernels.prepare_linear(weights), **options)
+
+
+@pytest.mark.parametrize("count", [2, 17])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda: fp8_weight(48, 128, 128),
+        lambda: fp8_weight(48, 640, 128, seed=1),  # a step and a quarter
+        lambda: fp8_weight(24, 64, 128, seed=2),  # narrower than a block
+        lambda: fp8_weight(64, 256, 128, seed=3, fp32_scales=True),
+        lambda: fp8_weight(64, 256, 32, seed=4),
+        lambda: fp8_weight(48, 160, 32, seed=5),
+        lambda: fp8_weight(32, 256, 128, seed=6, tile=32),
+        lambda: fp8_weight(32, 256, 32, seed=7, tile=128),
+        lambda: fp8_weight(40, 64, 32, seed=8),  # rows that do not fill a panel: as bf16
+        lambda: plain_weight(40, 192),
+        lambda: plain_weight(16, 128, tile=128),
+        lambda: plain_weight(24, 96, tile=32),
+        lambda: fp32_weight(24, 96),
+        lambda: fp32_weight(24, 640, from_bf16=True),
+    ],
+)
+def test_kernel_equals_the_product_of_the_references_operands(weight: Callable[[], LinearWeight | torch.Tensor], count: int):
+    weight = weight()
+    x = tokens_of(count, weight.shape[-1])
+    (got,) = product(x, weight)
+    assert_product(got, x, weight)
+
+
+@pytest.mark.parametrize("block,scale", [((1, 1), 127), ((2, 3), 120), ((128, 128), 125)])
+def test_unusual_formats_become_bf16(block: tuple[int, int], scale: int):
+    scales = torch.full((-(-24 // block[0]), -(-96 // block[1])), scale, dtype=torch.uint8, device=DEVICE)
+    odd = LinearWeight(random_e4m3(24, 96).to(DEVICE), scales, "fp8", block, None if block == (128, 128) else 32)
+    packed = torch.randint(0, 256, (24, 48), dtype=torch.uint8, device=DEVICE)
+    fp4 = LinearWeight(packed, torch.full((24, 3), 125, dtype=torch.uint8, device=DEVICE), "fp4", (1, 32), 128)
+    x = tokens_of(3, 96)
+    for weight in (odd, fp4):
+        assert kernels.prepare_linear([weight]).groups[0].data.dtype == torch.bfloat16
+        assert_product(product(x, weight)[0], x, weight)
+
+
+def test_several_weights_of_one_input():
+    """Neighbours of any format; the results come in the order given."""
+    weights = [
+        fp32_weight(24, 256, seed=1), fp8_weight(128, 256, 128, seed=2), fp32_weight(40, 256, seed=3, from_bf16=True),
+        fp8_weight(48, 256, 128, seed=4), plain_weight(8, 256, seed=5), fp32_weight(16, 256, seed=6), fp8_weight(64, 256, 32, seed=7),
+        plain_weight(8, 256, seed=8, tile=128),
+    ]  # fmt: skip
+    prepared = kernels.prepare_linear(weights)
+    assert sorted(group.rows for group in prepared.groups) == [(8,), (8,), (24, 16), (40,), (64,), (128, 48)]
+    for count in (2, 9):
+        x = tokens_of(count, 256)
+        for weight, got in zip(weights, kernels.linear(x, prepared), strict=True):
+            assert got.stride(1) == 1
+            assert_product(got, x, weight)
+            if DEVICE == "cuda":  # the interpreter multiplies through BLAS, whose sums depend on where a matrix lies
+                assert torch.equal(got, product(x, weight)[0])
+
+
+def test_weights_join_only_where_no_block_lies_over_the_seam():
+    prepared = kernels.prepare_linear([fp8_weight(48, 128, 128), fp8_weight(128, 128, 128, seed=1)])
+    assert [group.rows for group in prepared.groups] == [(48,), (128,)]
+    x = tokens_of(2, 128)
+    for seed, got in enumerate(kernels.linear(x, prepared)):
+        assert_product(got, x, fp8_weight((48, 128)[seed], 128, 128, seed=seed))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [128, 32])
+def test_a_tokens_bits_do_not_depend_on_its_batch(block: int):
+    """1 to 40 tokens in any order, quantised inside the product or before it: three sizes of token tiles."""
+    weights = [fp8_weight(32, 640, block), plain_weight(24, 640), fp32_weight(16, 640)]
+    prepared = kernels.prepare_linear(weights)
+    x = tokens_of(40, 640)
+    alone = [torch.cat(rows) for rows in zip(*(kernels.linear(x[i : i + 1], prepared) for i in range(0, 40, 5)), strict=True)]
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for part in (x[order], torch.cat([x[:10], x])):
+        shift = 10 if len(part) == 50 else 0
+        place = torch.arange(40, device=DEVICE) + shift if shift else order.argsort()
+        for rows, together in zip(alone, kernels.linear(part, prepared), strict=True):
+            assert torch.equal(rows, together[place[::5]])
+    for count in (7, 16):
+        for rows, together in zip(alone, kernels.linear(x[:count], prepared), strict=True):
+            assert torch.equal(rows[: -(-count // 5)], together[::5])
+
+
+def test_kernel_of_strided_and_empty_input():
+    weight = fp8_weight(32, 128, 128)
+    wide = tokens_of(10, 256)
+    for x in (wide[:, 128:], wide[::2, :128], wide[3:4, 128:].expand(3, -1)):
+        assert_product(product(x, weight)[0], x, weight)
+    assert product(wide[:0, :128], weight, fp32_weight(8, 128))[1].shape == (0, 8)
+    with pytest.raises(AssertionError, match="input has 256 columns, the weight 128"):
+        product(wide, weight)
+    with pytest.raises(AssertionError, match="values of a row are 2 apart"):
+        product(wide[:, ::2], weight)
+
+
+def test_poison_stays_in_its_row_in_the_kernel():
+    weights = fp8_weight(32, 256, 128), fp8_weight(32, 256, 32, seed=1), fp32_weight(16, 256)
+    x = tokens_of(5, 256)
+    clean = product(x, *weights)
+    x[1, 200] = math.nan
+    for want, got, weight in zip(clean, product(x, *weights), weights, strict=True):
+        assert torch.equal(got[[0, 2, 3, 4]], want[[0, 2, 3, 4]])
+        if isinstance(weight, torch.Tensor) or DEVICE == "cuda":  # the interpreter's rounding to e4m3 knows no NaN
+            assert got[1].isnan().all()
+
+
+@pytest.mark.parametrize("tile", [32, 64, 128])
+def test_quantise_kernel_equals_the_reference(tile: int):
+    x = tokens_of(5, 1312)[:, 16:]  # 1296 columns: the last tile is short
+    quantised = kernels.quantise(x, tile)
+    assert quantised.tokens == 5 and len(quantised.codes) == 16
+    want = quantize_e4m3_tiles(x, tile)
+    scales = quantised.scales[:, :5].T.repeat_interleave(tile, 1)[:, :1296]
+    assert torch.equal((quantised.codes[:5].float() * scales).bfloat16(), want)
+    amax = torch.nn.functional.pad(x.float(), (0, -1296 % tile)).unflatten(1, (-1, tile)).abs().amax(2).clamp(min=1e-4)
+    exponent = ops.ceil_log2(amax * torch.tensor(1 / 448, dtype=torch.float32, device=DEVICE))
+    assert torch.equal(quantised.scales[:, :5].T, ops.exp2(exponent))
+    assert torch.equal(kernels.quantised_values(x, tile), want)
+    assert kernels.quantised_values(x[:0], tile).shape == (0, 1296)
+
+
+@pytest.mark.parametrize("block,fp32_scales", [(128, False), (32, False), (128, True)])
+def test_dequantise_kernel_equals_the_reference(block: int, fp32_scales: bool):
+    weight = fp8_weight(144, 672, block, fp32_scales=fp32_scales)
+    (group,) = kernels.prepare_linear([weight]).groups
+    assert torch.equal(kernels.dequantised(group), dequantize(weight, torch.bfloat16))
+
+
+@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize(
+    "weight", [lambda: fp8_weight(64, 512, 128), lambda: fp8_weight(64, 256, 32), lambda: plain_weight(64, 128, tile=128)]
+)
+def test_grouped_kernel_uses_each_groups_own_rows(weight: Callable[[], LinearWeight], count: int):
+    """V4 spec 2.8, with the input that `output_quant` would hand over."""
+    weight = weight()
+    prepared, columns = kernels.prepare_linear([weight]), weight.shape[1]
+    x = tokens_of(count, 2 * columns)
+    values = quantize_e4m3_tiles(x, weight.quantize_input)
+    source: torch.Tensor | kernels.QuantisedInput = values.view(count, 2, columns)
+    if kernels.takes_codes(count, prepared, 2):
+        flat = kernels.quantise(x, weight.quantize_input)
+        source = kernels.QuantisedInput(flat.codes.view(-1, 2, columns), flat.scales, count)
+    got = kernels.linear_grouped(source, prepared, 2)
+    scales = None if weight.scale is None else weight.scale.repeat_interleave(weight.block[0], 0)[:64]
+    for group in range(2):
+        rows = slice(group * 32, group * 32 + 32)
+        part = LinearWeight(
+            weight.data[rows],
+            None if scales is None else scales[rows],
+            weight.format,
+            weight.block and (1, weight.block[1]),
+            None,
+        )
+        assert_product(got[:, group], values.view(count, 2, columns)[:, group], part)
+
+
+def test_routes_follow_from_shapes():
+    square, narrow, old = (
+        kernels.prepare_linear([weight]).groups[0]
+        for weight in (fp8_weight(128, 512, 128), fp8_weight(128, 128, 32), plain_weight(16, 128))
+    )
+
+    def routes(group: kernels.Group, scaled_mm: bool) -> list[str]:
+        return [kernels.route(count, group, scaled_mm) for count in (1, 64, 65, 128, 129, 4096)]
+
+    assert routes(square, True) == ["few", "few", *["scaled"] * 4]
+    assert routes(square, False) == routes(narrow, True) == ["few"] * 4 + ["library"] * 2
+    assert routes(old, True) == ["few", "few", *["library"] * 4]
+    assert kernels.few_config(1, [(32768, 1, 1024)], 2) == kernels.FewConfig(8, (32,), 3)
+    assert "tokens=32" in str(kernels.few_config(300, [(1536, 1, 4096), (64, 2, 4096)], 2))
+
+
+# (name, rows, columns, format) of the released models' products
+RELEASED = [
+    ("v4-flash wq_a + wkv", 1536, 4096, 128), ("v4-flash wq_b", 32768, 1024, 128), ("v4-flash wo_b", 4096, 8192, 128),
+    ("v4-flash w2", 4096, 2048, 128), ("v4-pro wq_b", 65536, 1536, 128), ("v4-pro wo_b", 7168, 16384, 128),
+    ("v4-pro wq_a + wkv", 2048, 7168, 128), ("v4.1 wq_a + wkv", 1792, 5120, 32), ("v4.1 wq_b", 32768, 1280, 32),
+    ("v4.1 wo_b", 5120, 8192, 32), ("v4.1 w2", 5120, 2304, 32), ("v4.1 engram wkv", 25600, 6144, 32),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name,rows,columns,block", RELEASED, ids=[shape[0] for shape in RELEASED])
+def test_released_shapes(name: str, rows: int, columns: int, block: int):
+    weight = fp8_weight(rows, columns, block)
+    prepared = kernels.prepare_linear([weight])
+    x = tokens_of(300, columns)
+    first = kernels.linear(x[:1], prepared)[0]
+    for count in (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 100, 128, 129, 300):
+        (got,) = kernels.linear(x[:count], prepared)
+        assert_product(got, x[:count], weight)
+        if kernels.route(count, prepared.groups[0], prepared.scaled_mm) == "few":
+            assert torch.equal(got[:1], first), f"{count} tokens"
+    (got,) = kernels.linear(x, prepared, batch_invariant=True)
+    assert torch.equal(got[:1], first)
+    assert_product(got, x, weight)
+    assert torch.equal(kernels.linear(x[:40].flip(0), prepared)[0].flip(0), got[:40])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns,rows", [(4096, 2048), (4096, 1024), (5120, 1024), (4096, 129280), (7168, 384)])
+def test_released_fp32_projections(columns: int, rows: int):
+    """Weights stored as bf16, results within fp32's own error; also beside FP8 weights of the same input."""
+    weight, beside = fp32_weight(rows, columns, from_bf16=True), fp8_weight(256, columns, 128)
+    prepared = kernels.prepare_linear([beside, weight, plain_weight(64, columns)])
+    assert prepared.groups[1].data.dtype == torch.bfloat16
+    for count in (1, 8, 40, 64, 65, 300):
+        x = tokens_of(count, columns)
+        got = kernels.linear(x, prepared)
+        assert_product(got[1], x, weight)
+        assert_product(got[0], x, beside)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block,groups", [(128, 8), (128, 16), (32, 8)])
+def test_released_grouped_products(block: int, groups: int):
+    weight = fp8_weight(groups * 1024, 4096, block)
+    prepared = kernels.prepare_linear([weight])
+    matrix = dequantize(weight, torch.float32).double().view(groups, 1024, 4096)
+    for count in (1, 8, 33, 64, 100, 300):
+        x = tokens_of(count, groups * 4096)
+        values = quantize_e4m3_tiles(x, block)
+        source: torch.Tensor | kernels.QuantisedInput = values.view(count, groups, 4096)
+        if kernels.takes_codes(count, prepared, groups):
+            flat = kernels.quantise(x, block)
+            source = kernels.QuantisedInput(flat.codes.view(-1, groups, 4096), flat.scales, count)
+        got = kernels.linear_grouped(source, prepared, groups)
+        parts = values.view(count, groups, 4096).double()
+        want = torch.einsum("tgk,grk->tgr", parts, matrix)
+        bound = want.abs() * 2**-8 + torch.einsum("tgk,grk->tgr", parts.abs(), matrix.abs()) * 2**-19
+        assert got.shape == want.shape and ((got.double() - want).abs() <= bound).all(), count
+
+
+@pytest.mark.gpu
+def test_captured_product_replays_on_new_input():
+    """One graph for both routes; its input changes between replays."""
+    prepared = kernels.prepare_linear([fp8_weight(1536, 4096, 128), fp32_weight(512, 4096, from_bf16=True)])
+    for count in (8, 100):
+        x = tokens_of(count, 4096)
+        kernels.linear(x, prepared)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = kernels.linear(x, prepared)
+        for seed in (1, 2):
+            x.copy_(tokens_of(count, 4096, seed))
+            graph.replay()
+            for got, want in zip(outs, kernels.linear(x, prepared), strict=True):
+                assert torch.equal(got, want)

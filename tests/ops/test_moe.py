@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from abyssal.ops.linear import LinearWeight
+from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 from abyssal.ops.moe import ExpertLayer, expert_layer, moe, route, swiglu
 from abyssal.ops.moe import triton as kernels
 
@@ -91,62 +93,65 @@ def test_a_token_does_not_depend_on_its_batch():
         torch.testing.assert_close(together[t : t + 1], alone, rtol=1e-5, atol=1e-5)
 
 
+def test_experts_that_are_elsewhere_give_nothing():
+    torch.manual_seed(0)
+    x, w13, w2 = torch.randn(9, 16), plain(torch.randn(6, 24, 16)), plain(torch.randn(6, 16, 12))
+    experts, weights = torch.stack([torch.randperm(6)[:3] for _ in range(9)]), torch.rand(9, 3)
+    experts[4], experts[5, 1] = -1, -1  # rows that only fill up a batch, and choices of nothing
+    whole = moe(x, experts, weights, w13, w2, 10.0)
+    cuts = [(0, 1), (1, 4), (4, 6)]
+    parts = [moe(x, experts, weights, plain(w13.data[a:b]), plain(w2.data[a:b]), 10.0, a) for a, b in cuts]
+    torch.testing.assert_close(sum(parts), whole)
+    assert whole[4].eq(0).all() and moe(x[:0], experts[:0], weights[:0], w13, w2, 10.0).shape == (0, 16)
+
+
 # Kernels
 
 
 def random_weight(shape: tuple[int, ...], kind: str, tile: int | None, generator: torch.Generator) -> LinearWeight:
     """`kind`: plain, fp4, fp8 (blocks of 128), fp8_32 (blocks of 32) or fp8_fp32 (scales that are no powers of two)."""
     *lead, rows, columns = shape
+    device = generator.device
     if kind == "plain":
-        data = (torch.randn(shape, generator=generator) / columns**0.5).bfloat16()
-        return LinearWeight(data.to(DEVICE), None, "plain", None, tile)
+        data = (torch.randn(shape, generator=generator, device=device) / columns**0.5).bfloat16()
+        return LinearWeight(data, None, "plain", None, tile)
     if kind == "fp4":
-        data = torch.randint(0, 256, (*lead, rows, columns // 2), generator=generator, dtype=torch.uint8)
+        data = torch.randint(0, 256, (*lead, rows, columns // 2), generator=generator, dtype=torch.uint8, device=device)
         block, low = (1, 32), 118
     else:
-        data = torch.randn(shape, generator=generator).mul(60).clamp(-448, 448).to(torch.float8_e4m3fn)
+        data = torch.randn(shape, generator=generator, device=device).mul(60).clamp(-448, 448).to(torch.float8_e4m3fn)
         block, low = (32, 32) if kind == "fp8_32" else (128, 128), 112
-    scale = torch.randint(low, low + 4, (*lead, -(-rows // block[0]), -(-columns // block[1])), generator=generator).byte()
+    blocks = (*lead, -(-rows // block[0]), -(-columns // block[1]))
+    scale = torch.randint(low, low + 4, blocks, generator=generator, device=device).byte()
     if kind == "fp8_fp32":
         scale = torch.exp2(scale.float() - 127) * 1.3
-    return LinearWeight(data.to(DEVICE), scale.to(DEVICE), "fp4" if kind == "fp4" else "fp8", block, tile)
+    return LinearWeight(data, scale, "fp4" if kind == "fp4" else "fp8", block, tile)
 
 
 def random_layer(
-    dim: int,
-    inner: int,
-    experts: int,
-    k: int,
-    kind: str,
-    tile: int | None,
-    *,
-    shared: str = "fp8",
-    hashed: bool = False,
-    seed: int = 0,
+    dim: int, inner: int, experts: int, k: int, kind: str, tile: int | None, shared: str = "fp8", *, hashed: bool = False
 ) -> ExpertLayer:
-    generator = torch.Generator().manual_seed(seed)
-    gate = torch.randn(experts, dim, generator=generator).bfloat16().float()
-    bias = torch.randn(experts, generator=generator) * 0.1
-    ids = torch.stack([torch.randperm(experts, generator=generator)[:k] for _ in range(32)]).int()
-    linears = {
-        "w13": random_weight((experts, 2 * inner, dim), kind, tile, generator),
-        "w2": random_weight((experts, dim, inner), kind, tile, generator),
-        "shared_w1": random_weight((inner, dim), shared, tile, generator),
-        "shared_w3": random_weight((inner, dim), shared, tile, generator),
-        "shared_w2": random_weight((dim, inner), shared, tile, generator),
-    }
+    """Tokens 0..31 have experts in a hash layer, token 0 the lowest ones."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    gate = torch.randn(experts, dim, generator=generator, device=DEVICE).bfloat16().float()
+    bias = torch.randn(experts, generator=generator, device=DEVICE) * 0.1
+    ids = torch.stack([(torch.arange(k, device=DEVICE) + token) % experts for token in range(32)]).int()
     return ExpertLayer(
-        gate=gate.to(DEVICE), bias=None if hashed else bias.to(DEVICE), tid2eid=ids.to(DEVICE) if hashed else None, **linears,
+        gate=gate, bias=None if hashed else bias, tid2eid=ids if hashed else None,
+        w13=random_weight((experts, 2 * inner, dim), kind, tile, generator),
+        w2=random_weight((experts, dim, inner), kind, tile, generator),
+        shared_w1=random_weight((inner, dim), shared, tile, generator),
+        shared_w3=random_weight((inner, dim), shared, tile, generator),
+        shared_w2=random_weight((dim, inner), shared, tile, generator),
         k=k, scale=1.5, temperature=2.0, limit=1.0,
     )  # fmt: skip
 
 
-def random_input(tokens: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, dim, generator=generator) * torch.exp2(
-        torch.randint(-3, 3, (tokens, dim), generator=generator).float()
-    )
-    return x.bfloat16().to(DEVICE), torch.randint(0, 32, (tokens,), generator=generator).to(DEVICE)
+def random_input(tokens: int, dim: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    x = torch.randn(tokens, dim, generator=generator, device=DEVICE)
+    x *= torch.exp2(torch.randint(-3, 3, (tokens, dim), generator=generator, device=DEVICE).float())
+    return x.bfloat16(), torch.randint(0, 32, (tokens,), generator=generator, device=DEVICE)
 
 
 def config(tokens: int, rows: int, chunks: int, warps: int) -> kernels.MoeConfig:
@@ -154,41 +159,270 @@ def config(tokens: int, rows: int, chunks: int, warps: int) -> kernels.MoeConfig
     return kernels.MoeConfig(product, product)
 
 
-CONFIGS = [config(8, 16, 1, 1), config(16, 32, 2, 1), config(16, 128, 2, 4)]
-FORMATS = [
-    ("fp4", "fp8", 128),
-    ("fp4", "fp8_32", 32),
-    ("fp8", "fp8", 128),
-    ("fp8_32", "fp8_32", 32),
-    ("plain", "plain", None),
-    ("plain", "plain", 32),
-    ("fp8_fp32", "fp8_fp32", 128),
-]
-
-
-def assert_close(out: Tensor, expected: Tensor) -> None:
-    """Sums in another order round some bf16 values, and so e4m3 codes, to the neighbour: small in the mean of a row, bounded in each."""
-    out, expected = out.float(), expected.float()
-    assert out.isfinite().all()
-    size = expected.norm(dim=1) / expected.shape[1] ** 0.5
-    assert ((out - expected).norm(dim=1) / expected.shape[1] ** 0.5 <= 0.01 * size).all()
-    assert ((out - expected).abs().amax(1) <= 0.06 * size).all()
+FEW, MANY = config(8, 64, 1, 1), config(16, 128, 2, 4)
+REAL = {"v4": (4096, 2048, 128, "fp8"), "v4.1": (5120, 2304, 32, "fp8_32")}  # D, I, tile, shared expert
 
 
 def run(layer: ExpertLayer, x: Tensor, ids: Tensor, config: kernels.MoeConfig | None = None) -> Tensor:
     return kernels.moe(x, ids, kernels.prepare_experts(layer), config=config)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["8", "16", "shared memory"])
-@pytest.mark.parametrize(("kind", "shared", "tile"), FORMATS, ids=lambda v: str(v))
-def test_kernel_matches_the_reference(kind: str, shared: str, tile: int | None, config: kernels.MoeConfig) -> None:
-    layer = random_layer(256, 128, 5, 2, kind, tile, shared=shared)
-    x, ids = random_input(7, 256)
+def assert_close(out: Tensor, expected: Tensor) -> None:
+    """Sums in another order round some bf16 values, and so e4m3 codes, to the neighbour: a row's error is small, and small anywhere."""
+    assert out.dtype == expected.dtype and out.shape == expected.shape
+    out, expected = out.float(), expected.float()
+    assert out.isfinite().all()
+    size = expected.square().mean(1).sqrt()
+    assert ((out - expected).square().mean(1).sqrt() <= 0.01 * size).all()
+    assert ((out - expected).abs().amax(1) <= 0.06 * size).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared", "tile", "config"),
+    [
+        ("fp4", "fp8", 128, FEW),
+        ("fp4", "fp8_32", 32, MANY),
+        ("fp8", "fp8", 128, MANY),
+        ("fp8_32", "fp8_32", 32, FEW),
+        ("plain", "plain", None, MANY),
+        ("plain", "plain", 32, FEW),
+        ("fp8_fp32", "fp8_fp32", 128, MANY),
+    ],
+)
+def test_kernels_match_the_reference(kind: str, shared: str, tile: int | None, config: kernels.MoeConfig) -> None:
+    layer = random_layer(128, 128, 3, 2, kind, tile, shared)
+    x, ids = random_input(2, 128)
     assert_close(run(layer, x, ids, config), expert_layer(x, ids, layer))
 
 
-@pytest.mark.parametrize("kind", ["fp4", "plain"])
-def test_kernel_takes_any_sizes(kind: str) -> None:
-    layer = random_layer(96, 160, 3, 2, kind, 32, shared="plain", hashed=True)
-    x, ids = random_input(3, 96)
+def experts_of(layer: ExpertLayer, start: int, stop: int) -> ExpertLayer:
+    """The layer of a rank that holds some of the experts."""
+
+    def part(weight: LinearWeight) -> LinearWeight:
+        assert weight.scale is not None
+        return replace(weight, data=weight.data[start:stop].contiguous(), scale=weight.scale[start:stop].contiguous())
+
+    return replace(layer, w13=part(layer.w13), w2=part(layer.w2))
+
+
+def test_parts_of_several_ranks_make_up_the_experts() -> None:
+    """And a row without experts, which only fills up a batch."""
+    layer = random_layer(128, 128, 3, 2, "fp4", 128)
+    x, ids = random_input(3, 128)
+    chosen, weights = kernels.choices_of(x, ids, kernels.prepare_experts(layer))
+    chosen[2] = -1
+    total = torch.zeros(3, 128, device=DEVICE)
+    for first, stop in ((0, 1), (1, 3)):
+        cut = kernels.prepare_experts(experts_of(layer, first, stop))
+        part = kernels.part_of_experts(x, chosen, weights, cut, first, config=FEW)
+        assert part.dtype == torch.float32
+        total += part
+    expected = moe(x[:2], chosen[:2], weights[:2], layer.w13, layer.w2, layer.limit)
+    assert_close(total[:2].bfloat16(), expected.bfloat16())
+    assert total[2].eq(0).all()
+
+
+def test_ranks_without_tokens_launch_nothing() -> None:
+    experts = kernels.prepare_experts(random_layer(128, 128, 3, 2, "fp4", 128))
+    x, ids = random_input(0, 128)
+    chosen, weights = kernels.choices_of(x, ids, experts)
+    assert chosen.shape == weights.shape == (0, 2) and chosen.dtype == torch.int32
+    assert kernels.part_of_experts(x, chosen, weights, experts, 0).shape == kernels.shared_part(x, experts).shape == (0, 128)
+
+
+def test_kernels_take_any_sizes() -> None:
+    layer = random_layer(96, 160, 2, 1, "fp4", 32, "plain", hashed=True)
+    x, ids = random_input(1, 96)
+    assert_close(run(layer, x, ids, MANY), expert_layer(x, ids, layer))
+
+
+def test_rows_that_fill_up_a_batch_are_zeros() -> None:
+    """NaN in such a row reaches nobody."""
+    layer = random_layer(128, 128, 2, 1, "plain", None, "plain", hashed=True)
+    x, ids = random_input(3, 128)
+    expected = run(layer, x[::2].contiguous(), ids[::2].contiguous(), MANY)
+    x[1], ids[1] = float("nan"), -1
+    out = run(layer, x, ids, MANY)
+    assert torch.equal(out[::2], expected) and (out[1] == 0).all()
+
+
+def test_no_tokens() -> None:
+    layer = random_layer(128, 128, 2, 1, "plain", None, "plain")
+    assert run(layer, *random_input(0, 128)).shape == (0, 128)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize(("tokens", "dim"), [(5, 300), (70, 256)])
+def test_route_matches_the_reference(tokens: int, dim: int, hashed: bool) -> None:
+    layer = random_layer(dim, 128, 40, 6, "plain", None, "plain", hashed=hashed)
+    x, ids = random_input(tokens, dim)
+    experts, weights = route(x, layer.gate, layer.bias, None if layer.tid2eid is None else layer.tid2eid[ids], 6, 1.5, 2.0)
+    choice = kernels.route(x, ids, kernels.prepare_experts(layer), MANY)
+    assert torch.equal(choice.experts.long(), experts)
+    torch.testing.assert_close(choice.weights, weights, rtol=2e-5, atol=0)
+
+
+def test_route_prefers_the_lowest_of_equal_experts() -> None:
+    layer = random_layer(128, 128, 40, 6, "plain", None, "plain")
+    layer.bias.zero_()
+    ids = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    choice = kernels.route(torch.zeros(3, 128, dtype=torch.bfloat16, device=DEVICE), ids, kernels.prepare_experts(layer), MANY)
+    assert choice.experts.tolist() == [[0, 1, 2, 3, 4, 5]] * 3
+    torch.testing.assert_close(choice.weights, torch.full((3, 6), 0.25, device=DEVICE))
+
+
+def test_scores_of_extreme_logits_are_those_of_the_reference() -> None:
+    """Logits from -100 to 100, and weights to 1e-5 of each: ln(1 + e^z) must not be taken from a rounded 1 + e^z."""
+    layer = random_layer(128, 128, 64, 6, "plain", None, "plain")
+    layer.gate.zero_()[:, 0] = torch.linspace(-200, 200, 64, device=DEVICE).bfloat16().float()
+    layer.bias.copy_(torch.linspace(100, -100, 64, device=DEVICE))
+    x = torch.zeros(2, 128, dtype=torch.bfloat16, device=DEVICE)
+    x[:, 0] = torch.tensor([1.0, 0.05])
+    experts, weights = route(x, layer.gate, layer.bias, None, 6, 1.5, 2.0)
+    choice = kernels.route(x, torch.zeros(2, dtype=torch.int64, device=DEVICE), kernels.prepare_experts(layer), MANY)
+    assert torch.equal(choice.experts.long(), experts)
+    torch.testing.assert_close(choice.weights, weights, rtol=3e-5, atol=0)
+
+
+@pytest.mark.parametrize("skew", ["spread", "one expert", "half untouched", "other ranks"])
+@pytest.mark.parametrize(("tokens", "block"), [(1, 8), (50, 8), (50, 64)])
+def test_plan_sorts_choices_into_blocks(tokens: int, block: int, skew: str) -> None:
+    experts, k, first = 12, 6, 4 if skew == "other ranks" else 0
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-1, 20 if skew == "other ranks" else experts, (tokens, k), generator=generator)
+    if skew == "one expert":
+        ids[:] = 7
+    elif skew == "half untouched":
+        ids = ids // 2 * 2
+    choices = tokens * k
+    blocks = kernels.num_blocks(choices, experts, block)
+    order, plan = (torch.full((n,), 1 << 20, dtype=torch.int32, device=DEVICE) for n in (choices, 3 * blocks))
+    arrivals = torch.full((blocks, 4), 9, dtype=torch.int32, device=DEVICE)
+    kernels.moe_plan[(experts + 1,)](
+        ids.int().to(DEVICE), order, plan, arrivals, choices, blocks, first, E=experts, EP=16, BLOCK=block, SPAN=128, ARRIVALS=4
+    )
+    local = ids.flatten() - first
+    lists = [[i for i, e in enumerate(local.tolist()) if e == expert] for expert in range(experts)]
+    rows, place = [], 0
+    for expert, members in enumerate(lists):
+        for start in range(0, len(members), block):
+            rows.append((expert, place + start, place + min(start + block, len(members))))
+        place += len(members)
+    plan = plan.view(3, blocks).tolist()
+    assert list(zip(*plan, strict=True))[: len(rows)] == rows
+    assert plan[0][len(rows) :] == [-1] * (blocks - len(rows))
+    assert order[:place].tolist() == [choice for members in lists for choice in members]
+    assert (arrivals[: len(rows)] == 0).all()
+
+
+def test_blocks_of_any_routing_fit() -> None:
+    """The bound is reached by the routing that leaves most blocks nearly empty, and never passed."""
+    for choices in (1, 6, 7, 50, 384):
+        for experts in (1, 5, 64):
+            for block in (1, 8, 16):
+                touched = min(experts, choices)
+                worst = touched - 1 + -(-(choices - touched + 1) // block)
+                bound = kernels.num_blocks(choices, experts, block)
+                assert worst <= bound, (choices, experts, block)
+                assert bound <= worst + experts
+
+
+def test_prepared_weights_are_the_stored_ones() -> None:
+    layer = random_layer(96, 160, 3, 2, "fp4", 32, "fp8_32")
+    prepared = kernels.prepare_weight(layer.w13, 2)
+    assert prepared.shape == (3, 512, 128) and prepared.scale is not None
+    scale = e8m0_to_float(prepared.scale.view(torch.uint8)).repeat_interleave(32, -1)
+    codes = torch.stack((prepared.data & 15, prepared.data >> 4), -1).flatten(-2)
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=DEVICE)
+    got = torch.cat((grid, -grid))[codes.long()] * scale
+    expected = dequantize(layer.w13, torch.float32)
+    assert torch.equal(got[:, :160, :96], expected[:, :160]) and torch.equal(got[:, 256:416, :96], expected[:, 160:])
+    assert (got[:, 160:256] == 0).all() and (got[..., 96:] == 0).all()
+
+
+def test_prepared_gate_is_exact() -> None:
+    layer = random_layer(128, 128, 5, 2, "plain", None, "plain")
+    assert len(kernels.prepare_experts(layer).gate) == 1  # released gates are stored in bf16
+    layer.gate.normal_()
+    parts = kernels.prepare_experts(layer).gate
+    assert torch.equal(parts.double().sum(0)[:5, :128], layer.gate.double()) and len(parts) == 3
+
+
+def test_released_sizes_are_not_copied() -> None:
+    layer = random_layer(128, 128, 2, 1, "fp4", 128)
+    prepared = kernels.prepare_experts(layer)
+    assert prepared.w13.data.data_ptr() == layer.w13.data.data_ptr() and prepared.w2.data.data_ptr() == layer.w2.data.data_ptr()
+
+
+def test_bad_input_is_named() -> None:
+    layer = random_layer(128, 128, 2, 1, "plain", None, "plain")
+    x, ids = random_input(2, 128)
+    with pytest.raises(TypeError, match="float32"):
+        run(layer, x.float(), ids)
+    with pytest.raises(ValueError, match=r"\(2, 64\)"):
+        run(layer, x[:, :64], ids)
+    with pytest.raises(ValueError, match="token_ids"):
+        run(layer, x, ids[:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 7, 64, 300, 1000])
+@pytest.mark.parametrize("name", REAL)
+def test_real_sizes_match_the_reference(name: str, tokens: int) -> None:
+    dim, inner, tile, shared = REAL[name]
+    layer = random_layer(dim, inner, 32, 6, "fp4", tile, shared)
+    x, ids = random_input(tokens, dim)
+    for chosen in (None, config(8, 32, 2, 1), config(16, 64, 2, 1), config(64, 128, 3, 4), config(128, 128, 3, 8)):
+        assert_close(run(layer, x, ids, chosen), expert_layer(x, ids, layer))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "tile"), [("fp8", 128), ("fp8_32", 32), ("plain", None), ("fp8_fp32", 128)])
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_other_formats_of_real_sizes(kind: str, tile: int | None, tokens: int) -> None:
+    layer = random_layer(4096, 2048, 8, 2, kind, tile, kind)
+    x, ids = random_input(tokens, 4096)
     assert_close(run(layer, x, ids), expert_layer(x, ids, layer))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chosen", [FEW, config(16, 32, 2, 1), config(64, 128, 3, 4)], ids=str)
+def test_all_tokens_to_the_same_experts(chosen: kernels.MoeConfig) -> None:
+    layer = random_layer(1024, 512, 16, 2, "fp4", 128, hashed=True)
+    x, ids = random_input(300, 1024)
+    ids.fill_(3)
+    assert_close(run(layer, x, ids, chosen), expert_layer(x, ids, layer))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REAL)
+def test_a_token_keeps_its_bits_in_any_batch(name: str) -> None:
+    """Alone, permuted, and among rows that fill up: one kernel, hence one order of every sum."""
+    dim, inner, tile, shared = REAL[name]
+    layer = kernels.prepare_experts(random_layer(dim, inner, 32, 6, "fp4", tile, shared))
+    x, ids = random_input(96, dim)
+    together = kernels.moe(x, ids, layer, batch_invariant=True)
+    order = torch.randperm(96, device=DEVICE)
+    assert torch.equal(kernels.moe(x[order], ids[order], layer, batch_invariant=True), together[order])
+    for token in (0, 50, 95):
+        alone = kernels.moe(x[token : token + 1], ids[token : token + 1], layer, batch_invariant=True)
+        assert torch.equal(alone[0], together[token])
+    padded = torch.cat([x[:5], torch.full_like(x[:11], float("nan"))]), torch.cat([ids[:5], torch.full_like(ids[:11], -1)])
+    assert torch.equal(kernels.moe(*padded, layer, batch_invariant=True)[:5], together[:5])
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_what_a_call_computes() -> None:
+    layer = kernels.prepare_experts(random_layer(1024, 512, 16, 2, "fp4", 128))
+    x, ids = random_input(8, 1024)
+    expected = kernels.moe(x, ids, layer)
+    graph = torch.cuda.CUDAGraph()
+    static = torch.zeros_like(x)
+    kernels.moe(static, ids, layer)
+    with torch.cuda.graph(graph):
+        out = kernels.moe(static, ids, layer)
+    for _ in range(3):
+        static.copy_(x)
+        graph.replay()
+        assert torch.equal(out, expected)
+        static.zero_()

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import abyssal.ops.norm.triton as kernels
 from abyssal.ops.norm import rms_norm
+from tests.support.records import DEVICE, bf16_steps
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
@@ -23,3 +25,20 @@ def test_bf16_is_rounded_once():
 
 def test_zeros_stay_zero():
     assert torch.equal(rms_norm(torch.zeros(2, 8), None, 1e-6), torch.zeros(2, 8))
+
+
+# Kernel
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_kernel_of_one_and_two_tensors(count):
+    """Strided rows of any width; fp32 sums in another order move a bf16 result by one step at most."""
+    torch.manual_seed(0)
+    wide = (torch.randn(count, 128, device=DEVICE) * torch.logspace(-4, 4, count, device=DEVICE)[:, None]).bfloat16()
+    wide[-1] = 0
+    pairs = [(wide[:, :80], torch.rand(80, device=DEVICE) + 0.5), (wide[:, 96:], torch.rand(32, device=DEVICE) + 0.5)]
+    for chosen in (pairs, pairs[1:]):
+        for (x, weight), got in zip(chosen, kernels.rms_norm(*chosen, eps=1e-20), strict=True):
+            assert got.is_contiguous() and not got.isnan().any()
+            assert bf16_steps(got, rms_norm(x, weight, 1e-20)).max() <= 1
+    assert kernels.rms_norm((wide[:0], torch.ones(128, device=DEVICE)), eps=1e-6)[0].shape == (0, 128)

@@ -7,7 +7,7 @@ import abyssal.ops.output_quant.triton as kernels
 from abyssal.config import RopeConfig
 from abyssal.kv import codec
 from abyssal.kv.layouts import Grid
-from abyssal.ops.linear import quantize_e4m3_tiles
+from abyssal.ops.linear import e8m0_to_float, quantize_e4m3_tiles
 from abyssal.ops.output_quant import output_quant
 from abyssal.ops.rope import rope_table, rotate
 from tests.support.records import DEVICE
@@ -63,17 +63,18 @@ def test_kernel_quantises_its_own_rows_exactly(tile, per_program):
     rows = kernels.output_quant(out, table, None, torch.bfloat16, config=config)
     values = kernels.output_quant(out, table, tile, torch.bfloat16, config=config)
     assert torch.equal(values.view(torch.int16), quantize_e4m3_tiles(rows, tile).view(torch.int16))
-    codes, scales = kernels.output_quant_e4m3(out, table, tile, groups=2, config=config)
-    assert codes.shape == (3, 2, 1024) and scales.shape == (3, 2, 1024 // tile)
+    quantised = kernels.output_quant_e4m3(out, table, tile, groups=2, config=config)
+    codes, scales = quantised.codes[:3], quantised.scales[:, :3]
+    assert quantised.tokens == 3 and codes.shape == (3, 2, 1024) and scales.shape == (2 * 1024 // tile, 3)
     expected = codec.quantize(Grid(1024, "e4m3", tile, "ue8m0"), rows.view(6, 1024).float().cpu())
-    assert torch.equal(codes.view(6, 1024).view(torch.uint8).cpu(), expected[0])
-    assert torch.equal(scales.view(6, -1).cpu(), expected[1])
+    assert torch.equal(codes.reshape(6, 1024).view(torch.uint8).cpu(), expected[0])
+    assert torch.equal(scales.T.reshape(6, -1).cpu(), e8m0_to_float(expected[1]))
 
 
 def test_kernel_of_an_empty_batch():
     out, table = torch.empty(0, 4, 512, device=DEVICE), rope_table(torch.arange(0), RopeConfig(64, 160000.0, None)).to(DEVICE)
     assert kernels.output_quant(out, table, 32, torch.bfloat16).shape == (0, 4, 512)
-    assert kernels.output_quant_e4m3(out, table, 32, 2)[1].shape == (0, 2, 32)
+    assert kernels.output_quant_e4m3(out, table, 32, 2).codes.shape == (0, 2, 1024)
 
 
 def test_kernel_config_divides_the_heads():

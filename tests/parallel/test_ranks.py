@@ -112,7 +112,7 @@ def test_tiny_v4(mesh: dict[str, int], name: str, ranks: Pool) -> None:
     counts = check(ranks, mesh, name, vocab=4000)
     (alone,) = ranks.run(engine_job, [({"model": name, **OPTIONS}, [], [])])
     whole, part = alone[2]["weights"], counts[0]["weights"]
-    assert part < whole / 1.2 if mesh.get("tp", 1) == 1 else part < whole / 1.8, "a rank has its part of the weights only"
+    assert part < (0.9 if mesh.get("tp", 1) == 1 else 0.75) * whole, "a rank has its part of the weights only"
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, {"dp": 2, "tp": 2, "ep": 4}], ids=["dp2-ep2", "dp2-tp2-ep4"])

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from abyssal.checkpoint.loader import LoadWeights, Weights, load_weights
+from abyssal.checkpoint.rows import RowTable
 from abyssal.config import EngineConfig
 from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest
@@ -89,10 +91,18 @@ def engine_job(
     Returns:
         Logits of every scored prompt, output tokens by request, and counts.
     """
-    engine = engine_of(comm, options)
+    loaded: list[int] = []
+
+    def load(*arguments: Any) -> Weights:
+        weights = load_weights(*arguments)
+        tensors = [getattr(weight, "data", weight) for weight in weights.values() if not isinstance(weight, RowTable)]
+        loaded.append(sum(tensor.numel() for tensor in tensors))
+        return weights
+
+    engine = engine_of(comm, options, load)
     logits = [engine.score(ids, sizes, list(range(len(ids)))) for ids, sizes in scored]
     tokens = generate(engine, comm, requests)
-    return logits, tokens, {"weights": weight_values(engine)}
+    return logits, tokens, {"weights": loaded[0]}
 
 
 def preempted_job(
@@ -108,9 +118,9 @@ def preempted_job(
     return tokens, {"preemptions": stats.num_preemptions, "swapped": stats.num_swapped}
 
 
-def engine_of(comm: RankComm, options: dict[str, Any]) -> Engine:
+def engine_of(comm: RankComm, options: dict[str, Any], load: LoadWeights = load_weights) -> Engine:
     mesh = comm.mesh
-    return Engine(EngineConfig(**options, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep, device="cpu", num_threads=1), comm=comm)
+    return Engine(EngineConfig(**options, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep, device="cpu", num_threads=1), load, comm)
 
 
 def generate(engine: Engine, comm: RankComm, requests: list[EngineRequest]) -> dict[str, list[int]]:
@@ -128,16 +138,6 @@ def generate(engine: Engine, comm: RankComm, requests: list[EngineRequest]) -> d
     stats = engine.stats()
     assert stats.pages_free == stats.pages_total
     return tokens
-
-
-def weight_values(engine: Engine) -> int:
-    """Values of the experts and of the attention's and the vocabulary's matrices on this rank."""
-    model = engine.runner.model
-    sizes = [model.embedding.numel(), model.head.numel()]
-    for block in model.blocks:
-        sizes += [getattr(block.attention, name).data.numel() for name in ("wq_b", "wo_a", "wo_b")]
-        sizes += [getattr(block.moe, name).data.numel() for name in ("w13", "w2", "shared_w1", "shared_w2", "shared_w3")]
-    return sum(sizes)
 
 
 def facts_job(comm: RankComm, data: bytes, number: int, decision: bool) -> tuple[bytes, int, bool]:

@@ -1,4 +1,4 @@
-"""The command line: `abyssal serve | generate | chat | plan | doctor`."""
+"""The command line: `abyssal serve | generate | chat | plan | bench | doctor`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "Complete one prompt.",
     "chat": "Talk to the model in the terminal.",
     "plan": "Show what a model and its KV cache need.",
+    "bench": "Measure decode steps and prefills on this machine.",
     "doctor": "Show what this machine can run, and why not more.",
 }
 

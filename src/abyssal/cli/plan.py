@@ -16,7 +16,6 @@ from abyssal.checkpoint.sizes import weight_bytes
 from abyssal.cli.options import config_options, model_argument, split_config
 from abyssal.cli.plot import Line, draw
 from abyssal.config import EngineConfig, ModelConfig, resolve
-from abyssal.engine.runner import STEP_WORKSPACE
 from abyssal.errors import ConfigError
 from abyssal.kv.layouts import V32_TOKEN_BYTES
 from abyssal.kv.report import GIB, capacity_report, memory_report, sequence_totals, stacks
@@ -25,6 +24,7 @@ from abyssal.model_config import load_model_config
 from abyssal.model_config.presets import PRESETS, load_preset
 from abyssal.options import build, check_options, option, option_specs
 
+STEP_WORKSPACE = 4 << 30  # bytes assumed for a step's activations; the engine measures them when it starts
 WIDTH = 120  # columns of text that the widest table needs
 LAYOUTS = ("kv_layout", "compressed_kv_layout", "index_layout")
 

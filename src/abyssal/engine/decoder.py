@@ -12,7 +12,7 @@ from torch import Tensor
 from abyssal.config import ModelConfig
 from abyssal.kv.batch import Chunk, engram_rows
 from abyssal.kv.decode import DecodeFacts, DecodeInputs, DecodeTables, staged
-from abyssal.kv.pool import KVCache
+from abyssal.kv.pool import KVCache, SequenceCache
 from abyssal.model.model import Model
 from abyssal.ops.ngram_hash import NgramHash
 
@@ -70,39 +70,43 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def __call__(self, chunks: list[Chunk], token_ids: Tensor | None = None) -> Tensor:
-        """Compute one token of each sequence -> logits fp32 [len(chunks), V]; they hold until the next call.
+    def __call__(self, chunks: list[Chunk]) -> Tensor:
+        """Compute one token of each sequence -> logits fp32 [len(chunks), V]; they hold until the next call."""
+        if self.ngrams is not None and chunks:
+            for layer, read in self.model.read_tables(engram_rows(self.ngrams, chunks)).items():
+                self._table_rows[layer][: len(chunks)].copy_(read)
+        return self.step([c.cache for c in chunks], [c.start for c in chunks], [c.token_ids[0] for c in chunks])
+
+    @torch.inference_mode()
+    def step(self, caches: list[SequenceCache], positions: list[int], token_ids: list[int] | Tensor) -> Tensor:
+        """As a call, of a model without n-gram tables.
 
         Args:
-            token_ids: int64 [len(chunks)] on the device, in place of those of `chunks`, which the host may not know yet.
+            positions: of the token that each sequence computes.
+            token_ids: the tokens, or int64 [S] on the device where the host need not know them.
         """
-        count = next(size for size in self.batches if size >= len(chunks))
-        longest = max((c.end for c in chunks), default=0)
+        count = next(size for size in self.batches if size >= len(caches))
+        longest = max(positions, default=0) + 1
         capacity = next(size for size in self.capacities if size >= longest)
         captured = self._captured(count, capacity) if self.device.type == "cuda" else None
-        self._fill(chunks)
-        if token_ids is not None:
-            self._inputs[0, : len(chunks)] = token_ids
+        self._fill(caches, positions, token_ids)
         if captured is None:
             self._compute(count, capacity)
         else:
             captured.replay()
-        return self._logits[: len(chunks)]
+        return self._logits[: len(caches)]
 
-    def _fill(self, chunks: list[Chunk]) -> None:
+    def _fill(self, caches: list[SequenceCache], positions: list[int], token_ids: list[int] | Tensor) -> None:
         values = np.zeros((4, self.batches[-1]), np.int64)
         values[2] = self.tables.empty_row
-        rows = self.tables.place([c.cache for c in chunks])
-        values[:, : len(chunks)] = [
-            [c.token_ids[0] for c in chunks],
-            [c.start for c in chunks],
-            rows,
-            [c.cache.folded_after(c.start) for c in chunks],
-        ]
+        folded = [cache.folded_after(start) for cache, start in zip(caches, positions, strict=True)]
+        rows = self.tables.place(caches)
+        values[:, : len(caches)] = [
+            positions if isinstance(token_ids, Tensor) else token_ids, positions, rows, folded
+        ]  # fmt: skip
         self._inputs.copy_(staged(values, self.device), non_blocking=True)
-        if self.ngrams is not None and chunks:
-            for layer, read in self.model.read_tables(engram_rows(self.ngrams, chunks)).items():
-                self._table_rows[layer][: len(chunks)].copy_(read)
+        if isinstance(token_ids, Tensor):
+            self._inputs[0, : len(caches)] = token_ids
 
     def _compute(self, count: int, capacity: int) -> None:
         batch = self.facts.batch(DecodeInputs(*self._inputs[:, :count]), capacity)
@@ -114,7 +118,7 @@ class Decoder:
         if (count, capacity) in self._graphs:
             return self._graphs[count, capacity]
         begun = time.perf_counter()
-        self._fill([])
+        self._fill([], [], [])
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):

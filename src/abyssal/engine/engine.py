@@ -24,7 +24,6 @@ from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
 from abyssal.engine.swap import SwapSpace
 from abyssal.errors import EngineDeadError, RequestError
-from abyssal.kv.batch import Chunk
 from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("abyssal")
 
 Scheduled = list[tuple[Sequence, int]]
+MOST_SHORTAGES = 3  # times that a sequence may run out of memory alone: another process may have had it for a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,20 +304,20 @@ class Engine:
 
     def _run(self, scheduled: Scheduled) -> list[RequestUpdate]:
         try:
-            return self._compute(scheduled)
+            updates = self._compute(scheduled)
+            self.scheduler.budget.fits()
+            return updates
+        except torch.OutOfMemoryError as error:
+            log.warning("a step of %d sequences ran out of memory: %s", len(scheduled), error)
         except Exception as error:
             if _device_lost(error):
                 raise EngineDeadError(f"the device failed: {error}") from error
             return self._recover(scheduled, error)
+        return self._shrink(scheduled)  # out here, where the exception no longer keeps the step's tensors
 
     def _recover(self, scheduled: Scheduled, error: Exception) -> list[RequestUpdate]:
-        """The step of `scheduled` failed with `error`.
-
-        Raises:
-            EngineDeadError: other ranks are in the middle of this step, and would wait for this one.
-        """
-        if self.comm.mesh.size > 1:
-            raise EngineDeadError(f"a step failed on rank {self.comm.mesh.rank}: {error}") from error
+        """The step of `scheduled` failed with `error`."""
+        self._require_alone(f"{type(error).__name__}: {error}")
         if len(scheduled) == 1:
             log.error("request %s failed", scheduled[0][0].request.request_id, exc_info=error)
             return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
@@ -329,13 +329,40 @@ class Engine:
             seq.num_computed = 0
         return [update for seq, end in ends for update in self._recompute(seq, end)]
 
+    def _require_alone(self, why: str) -> None:
+        """A step that failed can be computed again by a rank that is alone; others are in the middle of it, and would wait.
+
+        Raises:
+            EngineDeadError: there are others.
+        """
+        if self.comm.mesh.size > 1:
+            raise EngineDeadError(f"a step failed on rank {self.comm.mesh.rank}: {why}")
+
+    def _shrink(self, scheduled: Scheduled) -> list[RequestUpdate]:
+        """The step did not fit into memory: its sequences are computed again, in smaller steps.
+
+        A sequence ends only when it has run out of memory several times alone, with a single token.
+        """
+        self._require_alone("out of memory; lower max_num_batched_tokens or gpu_memory_utilization")
+        if self.runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        tokens = sum(count for _, count in scheduled)
+        self.scheduler.budget.exceeded(tokens)
+        if tokens == 1:
+            (seq, _), *_ = scheduled
+            seq.num_shortages += 1
+            if seq.num_shortages == MOST_SHORTAGES:
+                return [self._fail(seq, f"out of memory: not even one token fits behind {seq.num_computed}; shorten the request")]
+        self.scheduler.restart([seq for seq, _ in scheduled])
+        return []
+
     def _recompute(self, seq: Sequence, end: int) -> list[RequestUpdate]:
         """Compute `seq`, which holds no pages, up to token `end` in steps of its own, or leave it to the scheduler to do."""
         updates: list[RequestUpdate] = []
         if seq.may_reuse:
             seq.num_computed = self.cache.reuse(seq.cache, seq.token_ids)
-        while seq.num_computed < end and not updates:
-            count = min(end - seq.num_computed, self.config.max_num_batched_tokens)
+        while seq.num_computed < end and not updates and seq in self.scheduler.running:
+            count = min(end - seq.num_computed, self.scheduler.budget.tokens)
             if not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
                 self.scheduler.preempt(seq)
                 return []
@@ -356,16 +383,23 @@ class Engine:
 
     def _launch(self, sequences: list[Sequence], before: Flight | None) -> list[RequestUpdate]:
         """Launch a decode step of `sequences`, whose pages are allocated, then wait for `before`, from which it takes its tokens."""
-        broken: Exception | None = None
+        broken, out_of_memory = None, False
         try:
             self._flight = self._take_off(sequences, before)
+            self.scheduler.budget.fits()
+        except torch.OutOfMemoryError as error:
+            log.warning("a step of %d sequences ran out of memory: %s", len(sequences), error)
+            out_of_memory = True
         except Exception as error:
             if _device_lost(error):
                 raise EngineDeadError(f"the device failed: {error}") from error
             broken = error
         updates = [] if before is None else self._land(before)
-        if broken is not None:
-            updates += self._recover([(seq, 1) for seq in sequences if self._is_unfinished(seq)], broken)
+        left = [(seq, 1) for seq in sequences if self._is_unfinished(seq)]
+        if out_of_memory and left:
+            updates += self._shrink(left)
+        elif broken is not None:
+            updates += self._recover(left, broken)
         return updates
 
     @torch.inference_mode()
@@ -374,13 +408,9 @@ class Engine:
         assert decoder is not None, "steps are launched ahead by the decoder only"
         ahead = int(before is not None)
         positions = [seq.num_computed + ahead for seq in sequences]
-        if before is None:
-            chunks = [Chunk(seq.token_ids[-1:], start, seq.cache) for seq, start in zip(sequences, positions, strict=True)]
-            tokens = None
-        else:
-            chunks = [Chunk([0], start, seq.cache) for seq, start in zip(sequences, positions, strict=True)]
-            tokens = before.tokens_of(sequences)
-        result = sample_plain(decoder(chunks, tokens), [seq.sampler for seq in sequences], ahead)
+        tokens = [seq.token_ids[-1] for seq in sequences] if before is None else before.tokens_of(sequences)
+        logits = decoder.step([seq.cache for seq in sequences], positions, tokens)
+        result = sample_plain(logits, [seq.sampler for seq in sequences], ahead)
         return Flight.launched(sequences, positions, result)
 
     def _follow(self, flight: Flight) -> list[RequestUpdate]:
@@ -401,10 +431,8 @@ class Engine:
         if len(flying) != len(scheduler.running):
             return []
         going_on = [seq for seq in flying if seq.num_output + 1 < seq.max_new_tokens]
-        for seq in going_on:
-            if not self.cache.allocate(seq.cache, seq.num_computed + 1, seq.num_computed + 2):
-                return []
-        return going_on
+        fits = self.cache.allocate_next([seq.cache for seq in going_on], [seq.num_computed + 1 for seq in going_on])
+        return going_on if fits else []
 
     def _land(self, flight: Flight) -> list[RequestUpdate]:
         """Wait for `flight` and report its tokens; those of requests that ended or gave up their pages since are dropped."""
@@ -412,12 +440,16 @@ class Engine:
             tokens, usable = flight.land()
         except RuntimeError as error:
             raise EngineDeadError(f"the device failed: {error}") from error
-        updates = []
-        for (seq, start), token, ok in zip(flight, tokens, usable, strict=True):
-            if self._is_at(seq, start):
-                update = self._commit(seq, 1, SampledToken(token) if ok else unusable())
-                updates += [] if update is None else [update]
-        return updates
+        present = [i for i, (seq, start) in enumerate(flight) if self._is_at(seq, start)]
+        landed = [flight.sequences[i] for i in present]
+        drawn = [SampledToken(tokens[i]) if usable[i] else unusable() for i in present]
+        ends = [flight.positions[i] + 1 for i in present]
+        for seq, end in zip(landed, ends, strict=True):
+            seq.num_computed = end
+            self._prompt_tokens += end <= len(seq.request.prompt_ids)
+            self.cache.commit(seq.cache, seq.token_ids, end)
+        self.cache.release_passed([seq.cache for seq in landed], ends)
+        return [u for seq, token in zip(landed, drawn, strict=True) if (u := self._take(seq, token))]
 
     def _land_between_steps(self) -> None:
         """Have the host know what the device knows."""
@@ -471,8 +503,10 @@ class Engine:
         self.cache.commit(seq.cache, seq.token_ids, seq.num_computed)
         self.cache.release_unneeded(seq.cache, seq.num_computed)
         self._prompt_tokens += max(0, min(seq.num_computed, len(seq.request.prompt_ids)) - first_computed)
-        if token is None:
-            return None
+        return None if token is None else self._take(seq, token)
+
+    def _take(self, seq: Sequence, token: SampledToken) -> RequestUpdate:
+        """Add the token that `seq` has drawn, and end it where that is its last."""
         if token.error is not None:
             return self._fail(seq, token.error)
         seq.token_ids.append(token.token_id)

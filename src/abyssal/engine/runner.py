@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from abyssal.checkpoint.loader import LoadWeights, load_weights
 from abyssal.config import EngineConfig, ModelConfig
 from abyssal.engine.decoder import Decoder
+from abyssal.engine.workspace import measure_workspace
 from abyssal.errors import ConfigError
 from abyssal.kv.batch import Chunk, build_batch
 from abyssal.kv.planner import PoolSizes, divide_budget
@@ -24,7 +26,7 @@ from abyssal.ops.ngram_hash import NgramHash, ngram_hash
 from abyssal.parallel.comm import ALONE, Comm
 from abyssal.tokenizer import Tokenizer
 
-STEP_WORKSPACE = 4 << 30  # bytes left to a step's activations on a GPU
+log = logging.getLogger("abyssal")
 
 
 class Runner:
@@ -54,6 +56,7 @@ class Runner:
         weights = load(folder, model_config, self.device, dtype, first, config.engram_cache_bytes, comm.mesh)
         self.quantised = any(isinstance(w, LinearWeight) and w.format != "plain" for w in weights.values())
         self.model = Model(weights, local, dtype, self.ops, comm)
+        self.step_bytes: int | None = None  # of GPU memory, set aside for the largest step; None: kv_cache_bytes was given
         longest = config.max_model_len or model_config.max_position
         self.sizes = divide_budget(
             self.plan, comm.smallest(self._budget()), config.max_num_seqs, config.max_num_batched_tokens, longest
@@ -77,18 +80,22 @@ class Runner:
 
         They hold until the next call.
         """
-        self.comm.enter(sum(len(chunk.token_ids) for chunk in chunks))
         if self.decoder is not None and self.decoder.takes(chunks) and len(logit_rows) == len(chunks):
             return self.decoder(chunks)
-        batch = build_batch(
-            self.model_config, self.cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists
-        )
-        return self.model(batch, self.cache)
+        return self._compute(chunks, self.cache, logit_rows)
+
+    def _compute(self, chunks: list[Chunk], cache: KVCache, logit_rows: list[int]) -> Tensor:
+        self.comm.enter(sum(len(chunk.token_ids) for chunk in chunks))
+        batch = build_batch(self.model_config, cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists)
+        return self.model(batch, cache)
 
     def chunk(self, token_ids: list[int], start: int, end: int, cache: SequenceCache) -> Chunk:
         """Tokens [start, end) of the sequence `token_ids`, with what its n-gram hashes need of the tokens before."""
-        history = self.ngrams.history if self.ngrams is not None else 0
-        return Chunk(token_ids[start:end], start, cache, token_ids[max(0, start - history) : start])
+        return Chunk(token_ids[start:end], start, cache, token_ids[max(0, start - self._history) : start])
+
+    @property
+    def _history(self) -> int:
+        return self.ngrams.history if self.ngrams is not None else 0
 
     def _identity(self) -> str:
         """Says which model and dtype make the records, wherever the checkpoint lies: any training changes the weights sampled here."""
@@ -98,14 +105,39 @@ class Runner:
     def _budget(self) -> int:
         if self.config.kv_cache_bytes is not None:
             return self.config.kv_cache_bytes
-        free, total = torch.cuda.mem_get_info(self.device)
-        budget = int(free - (1 - self.config.gpu_memory_utilization) * total) - STEP_WORKSPACE
-        if budget <= 0:
-            raise ConfigError(
-                f"no GPU memory left for the KV cache: {free} of {total} bytes free after loading, gpu_memory_utilization="
-                f"{self.config.gpu_memory_utilization}, {STEP_WORKSPACE} kept for a step; use a larger or emptier GPU"
+        config, longest = self.config, self.config.max_model_len or self.model_config.max_position
+        # The reference gathers the keys of all sequences at the length of the longest: a rare step, left to shrink when it occurs.
+        sequences = config.max_num_seqs if self.ops.as_lists else 1
+        total = torch.cuda.mem_get_info(self.device)[1]
+        try:
+            step = measure_workspace(
+                self._compute, self.plan, self.device, sequences, config.max_num_batched_tokens, longest, self._history
             )
-        return budget
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs={config.max_num_seqs} at {longest} tokens "
+                f"does not fit beside {torch.cuda.memory_allocated(self.device) / 2**30:.2f} GiB of weights, of {total / 2**30:.2f} GiB; lower "
+                "one of these or max_model_len"
+            ) from error
+        free, _ = torch.cuda.mem_get_info(self.device)  # after it: libraries and compiled kernels have taken theirs
+        unused = int((1 - config.gpu_memory_utilization) * total)
+        weights = torch.cuda.memory_allocated(self.device)
+        shares = {
+            "weights": weights,
+            "libraries, kernels and other processes": total - free - weights,
+            "the largest step": step,
+            f"left free by gpu_memory_utilization={config.gpu_memory_utilization}": unused,
+            "KV cache": free - unused - step,
+        }
+        table = "; ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in shares.items())
+        if shares["KV cache"] <= 0:
+            raise ConfigError(
+                f"no GPU memory left for the KV cache, of {total / 2**30:.2f} GiB: {table}; raise gpu_memory_utilization, lower "
+                f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}, or use a larger GPU"
+            )
+        log.info("GPU memory of %.2f GiB: %s", total / 2**30, table)
+        self.step_bytes = step
+        return shares["KV cache"]
 
     def _max_model_len(self, sizes: PoolSizes) -> int:
         capacity, asked = self.capacity_tokens, self.config.max_model_len

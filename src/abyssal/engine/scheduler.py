@@ -13,11 +13,36 @@ from abyssal.engine.sequence import Sequence
 from abyssal.engine.swap import SwapSpace
 from abyssal.kv.pool import KVCache
 
+FIRST_PATIENCE = 64  # steps that fit before a reduced budget grows; twice as many after every failure
+
+
+class TokenBudget:
+    """Most tokens of a step: halved when one runs out of memory, doubled again after many that fit.
+
+    Each failure doubles how many these are, so that a limit which stays is tried ever less often: what a failed step held is computed
+    again, and would never be done if the next failure always came first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = self.tokens = most
+        self._patience, self._fitting = FIRST_PATIENCE // 2, 0
+
+    def exceeded(self, tokens: int) -> None:
+        """A step of `tokens` ran out of memory."""
+        self.tokens = max(1, min(self.tokens, tokens) // 2)
+        self._patience, self._fitting = 2 * self._patience, 0
+
+    def fits(self) -> None:
+        """A step was computed."""
+        self._fitting += self.tokens < self.most
+        if self._fitting >= self._patience:
+            self.tokens, self._fitting = min(self.most, 2 * self.tokens), 0
+
 
 class Scheduler:
     def __init__(self, cache: KVCache, swap: SwapSpace, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         self.cache, self.swap = cache, swap
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.budget = TokenBudget(max_num_batched_tokens)
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
@@ -36,7 +61,7 @@ class Scheduler:
         return sorted(plan.items(), key=lambda item: item[1] > 1)
 
     def _fit(self, seq: Sequence, plan: dict[Sequence, int]) -> int:
-        return min(seq.num_remaining, self.max_num_batched_tokens - sum(plan.values()))
+        return min(seq.num_remaining, self.budget.tokens - sum(plan.values()))
 
     def _allocate_or_preempt(self, seq: Sequence, count: int, plan: dict[Sequence, int]) -> bool:
         while not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
@@ -84,6 +109,14 @@ class Scheduler:
         self._release(seq)
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
+
+    def restart(self, seqs: list[Sequence]) -> None:
+        """Take the pages of running `seqs`, whose records cannot be relied on; they wait, first in line, to be computed again."""
+        for seq in sorted(seqs, key=self.running.index, reverse=True):
+            self.running.remove(seq)
+            self._release(seq)
+            self.waiting.appendleft(seq)
+        self.num_preemptions += len(seqs)
 
     def remove(self, seq: Sequence) -> None:
         """Forget `seq` and return its pages."""

@@ -22,6 +22,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0  # of the prompt, taken from the prefix index instead of being computed
     saved: HandOver | None = None  # copy of its caches while it waits after a preemption
+    num_shortages: int = 0  # how often it ran out of memory alone, with a single token
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     @property

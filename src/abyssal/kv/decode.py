@@ -17,7 +17,7 @@ from torch import Tensor
 
 from abyssal.config import ModelConfig
 from abyssal.kv.batch import Batch, CompressFacts, QueryGroup, QueryLists, Span, StoreFacts, page_slots, stores_tokens
-from abyssal.kv.pool import NO_PAGE, PageTable, SequenceCache
+from abyssal.kv.pool import ALL, NO_PAGE, PageTable, SequenceCache
 from abyssal.kv.specs import ROLL_BACK, CacheSpec
 from abyssal.ops.rope import rope_frequencies
 
@@ -46,16 +46,21 @@ class DecodeTables:
         rows = [self._rows.get(id(cache), -1) for cache in caches]
         if -1 in rows:
             self._give_rows(caches, rows)
-        places, pages = [], []
+        parts = []
+        added: dict[str, list[tuple[int, int, np.ndarray]]] = {}  # kind -> row, block, its pages [layers]
         for cache, row in zip(caches, rows, strict=True):
-            for name in cache.changed:
-                place, changed = self._take_up(name, row, cache.tables[name])
-                places.append(place)
-                pages.append(changed)
+            for name, first in cache.changed.items():
+                table = cache.tables[name]
+                if first == ALL:
+                    parts.append(self._replace(name, row, table))
+                else:
+                    oldest = max(first, table.first_block, table.end_block - self.pages[name].shape[2])
+                    new = range(oldest, table.end_block)
+                    added.setdefault(name, []).extend((row, b, table.pages[:, b - table.first_block]) for b in new)
             cache.changed.clear()
-        if places:
-            both = np.stack((np.concatenate(places), np.concatenate(pages)))
-            sent = staged(both, self.device).to(self.device, non_blocking=True)
+        parts += [self._add(name, blocks) for name, blocks in added.items() if blocks]
+        if parts:
+            sent = staged(np.concatenate(parts, axis=1), self.device).to(self.device, non_blocking=True)
             self._all.index_copy_(0, sent[0], sent[1].int())
         return rows
 
@@ -68,10 +73,25 @@ class DecodeTables:
                 self._rows.pop(id(self._owners[rows[i]]), None)
                 self._owners[rows[i]] = cache
                 self._rows[id(cache)] = rows[i]
-                cache.changed.update(self.specs)
+                cache.changed.update(dict.fromkeys(self.specs, ALL))
 
-    def _take_up(self, name: str, row: int, table: PageTable) -> tuple[np.ndarray, np.ndarray]:
-        """Where in `_all` row `row` of a kind differs from `table`, int64 [n], and what belongs there, int32 [n]."""
+    def _add(self, name: str, blocks: list[tuple[int, int, np.ndarray]]) -> np.ndarray:
+        """Note new blocks of several rows -> int64 [2, n], places in `_all` and the pages that belong there.
+
+        What a window leaves behind may stay: a column is read for the blocks that a sequence holds.
+        """
+        known = self._host[name]
+        rows, numbers, pages = zip(*blocks, strict=True)
+        row, column = np.array(rows), np.array(numbers) % known.shape[2]
+        known[:, row, column] = own = np.stack(pages, axis=1)  # [layers, n]
+        layer = np.arange(len(known))[:, None]
+        return np.stack((self._place(name, layer, row, column).ravel(), own.ravel()))
+
+    def _place(self, name: str, layer: np.ndarray, row: np.ndarray | int, column: np.ndarray) -> np.ndarray:
+        return self._first[name] + (layer * (self.empty_row + 1) + row) * self.pages[name].shape[2] + column
+
+    def _replace(self, name: str, row: int, table: PageTable) -> np.ndarray:
+        """Bring a row to the state of `table` -> int64 [2, n], places in `_all` that differ and the pages that belong there."""
         known = self._host[name][:, row]  # [layers, columns]
         columns = known.shape[1]
         wanted = np.full(known.shape, NO_PAGE, np.int32)
@@ -82,7 +102,7 @@ class DecodeTables:
             wanted[:, table.first_block : table.end_block] = table.pages
         layer, column = (known != wanted).nonzero()
         known[...] = wanted
-        return self._first[name] + (layer * (self.empty_row + 1) + row) * columns + column, wanted[layer, column]
+        return np.stack((self._place(name, layer, row, column), wanted[layer, column]))
 
 
 def _columns(spec: CacheSpec, max_tokens: int) -> int:

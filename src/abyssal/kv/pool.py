@@ -14,6 +14,7 @@ from abyssal.kv import codec
 from abyssal.kv.prefix import Block, Pages, PrefixIndex, block_keys
 from abyssal.kv.specs import BLOCK_TOKENS, ROLL_BACK, Bucket, CachePlan, CacheSpec
 
+ALL = -1
 NO_PAGE = 0  # the zero page of every bucket: never handed out, always zero, so that slot -1 reads as zeros
 
 
@@ -113,7 +114,8 @@ class SequenceCache:
     num_tokens: int = 0  # computed and not taken back
     folded: int = 0  # token up to which rows of its group are in the sums of record kinds; the rows from there on are kept
     final: int = 0  # tokens that cannot be taken back any more
-    changed: set[str] = field(default_factory=set)  # kinds whose table has changed since a copy of it was brought up to date
+    # Kind -> first block of its table that a copy of it does not know yet; ALL: it may have changed anywhere.
+    changed: dict[str, int] = field(default_factory=dict)
 
     def folded_after(self, end: int) -> int:
         """`folded` after a step that ends at token `end`."""
@@ -142,6 +144,11 @@ class KVCache:
         self.pools = {b: PagePool(size, num_pages[b], device) for b, size in plan.page_bytes.items()}
         self.views = {name: RecordView(self.pools[s.bucket].data, s) for name, s in plan.specs.items()}
         self.used_by_kind = dict.fromkeys(plan.specs, 0)  # pages that sequences hold, shared ones once
+        # By position in a block of tokens: kinds whose next page such a token begins, and windows that leave a page behind it.
+        # Records come first: a sequence without them gets all of its pages at once.
+        kinds = sorted(self.specs, key=lambda name: self.specs[name].lifetime != "record")
+        self._opening = [[n for n in kinds if _opens_page(self.specs[n], p)] for p in range(BLOCK_TOKENS)]
+        self._leaving = [[n for n, s in self.specs.items() if _leaves_page(s, p + 1)] for p in range(BLOCK_TOKENS)]
 
     def new_sequence(self, salt: str | None = None) -> SequenceCache:
         """An empty sequence; only sequences of the same `salt` share blocks."""
@@ -158,6 +165,39 @@ class KVCache:
 
     def _allocate(self, seq: SequenceCache, start: int, end: int, stops: list[int]) -> bool:
         return self._take({n: self._missing_blocks(s, seq.tables[n], start, end, stops) for n, s in self.specs.items()}, seq)
+
+    def allocate_next(self, seqs: list[SequenceCache], positions: list[int]) -> bool:
+        """Give each sequence pages for computing the token at its position, all that are needed, or False.
+
+        What `allocate` does for one token each, for all of them at once.
+        """
+        wanted: dict[str, list[tuple[SequenceCache, int]]] = {}
+        need = dict.fromkeys(self.pools, 0)
+        for seq, position in zip(seqs, positions, strict=True):
+            for name in self._opening[position % BLOCK_TOKENS]:
+                spec, table = self.specs[name], seq.tables[name]
+                if spec.lifetime == "record":
+                    if table.pages.shape[1] == 0 and not self.allocate(seq, position, position + 1):
+                        return False
+                elif not _has_block(table, block := position // spec.ratio // spec.entries_per_page):
+                    wanted.setdefault(name, []).append((seq, block))
+                    need[spec.bucket] += len(spec.layers)
+        if not wanted:
+            return True
+        if not self._make_free(need):
+            return False
+        for name, where in wanted.items():
+            spec = self.specs[name]
+            pages = self.pools[spec.bucket].take(len(where) * len(spec.layers))
+            self.used_by_kind[name] += len(pages)
+            for (seq, block), own in zip(where, pages.reshape(len(where), -1, 1), strict=True):
+                table = seq.tables[name]
+                if table.pages.shape[1] == 0:
+                    table.first_block = block
+                assert block == table.end_block, f"{name}: block {block} after {table.end_block} blocks"
+                table.pages = np.concatenate((table.pages, own), axis=1)
+                seq.changed[name] = min(block, seq.changed.get(name, block))
+        return True
 
     def allocate_restored(self, seq: SequenceCache, token_ids: list[int], tokens: int) -> int | None:
         """Give the empty `seq` pages for what a sequence of the first `tokens` of `token_ids` reads next: all, or none and None.
@@ -179,13 +219,19 @@ class KVCache:
         need = dict.fromkeys(self.pools, 0)
         for name, blocks in wanted.items():
             need[self.specs[name].bucket] += len(blocks) * len(self.specs[name].layers)
+        if not self._make_free(need):
+            return False
+        for name, blocks in wanted.items():
+            self._add_blocks(seq, name, blocks)
+        return True
+
+    def _make_free(self, need: dict[Bucket, int]) -> bool:
+        """Have so many free pages in each bucket; False, and nothing changed, where pages are short."""
         if any(count > self.pools[bucket].num_available for bucket, count in need.items()):
             return False
         for bucket, count in need.items():
             if count > self.pools[bucket].num_free:
                 self._make_room(bucket, count)
-        for name, blocks in wanted.items():
-            self._add_blocks(seq, name, blocks)
         return True
 
     def reuse(self, seq: SequenceCache, token_ids: list[int]) -> int:
@@ -224,7 +270,7 @@ class KVCache:
 
     def _set_table(self, seq: SequenceCache, name: str, table: PageTable) -> None:
         seq.tables[name] = table
-        seq.changed.add(name)
+        seq.changed[name] = ALL
 
     def commit(self, seq: SequenceCache, token_ids: list[int], end: int, rejected: int = 0) -> None:
         """Tokens [0, end) of `seq` are computed: keep its complete blocks. To be called before `release_unneeded`.
@@ -276,7 +322,7 @@ class KVCache:
                 entries = self.specs[name].entries_per_page
                 first = index * BLOCK_TOKENS // self.specs[name].ratio // entries - seq.tables[name].first_block
                 seq.tables[name].pages[:, first : first + pages.shape[1]] = block.pages[name]
-                seq.changed.add(name)
+                seq.changed[name] = ALL
             self._each(PagePool.share, block.pages)
             self._each(PagePool.give_back, own)
         if block.windows is None and windows is not None:
@@ -354,7 +400,19 @@ class KVCache:
         """Return window pages that no query after `end` tokens reads."""
         for name, spec in self.specs.items():
             if spec.lifetime == "window":
-                self._drop_before(seq, name, spec.blocks(end).start)
+                self._drop_before(name, seq.tables[name], spec.blocks(end).start)
+
+    def release_passed(self, seqs: list[SequenceCache], ends: list[int]) -> None:
+        """What `release_unneeded` does after a step of one token of each sequence, for all of them at once."""
+        dropped: dict[str, list[np.ndarray]] = {}
+        for seq, end in zip(seqs, ends, strict=True):
+            for name in self._leaving[(end - 1) % BLOCK_TOKENS]:
+                table = seq.tables[name]
+                if (count := self.specs[name].blocks(end).start - table.first_block) > 0 and table.pages.shape[1]:
+                    dropped.setdefault(name, []).append(_cut_front(table, count))
+        for name, parts in dropped.items():
+            pages = np.concatenate(parts, axis=1)
+            self._each(PagePool.give_back, {name: pages[pages != NO_PAGE]})
 
     def free(self, seq: SequenceCache) -> None:
         """Return every page of `seq`; it is then empty."""
@@ -363,7 +421,8 @@ class KVCache:
             self.prefix.leave(block)
         seq.blocks = []
         for name, table in seq.tables.items():
-            self._drop_before(seq, name, table.end_block)
+            self._drop_before(name, table, table.end_block)
+            seq.changed[name] = ALL
             table.first_block = 0
         seq.num_tokens = seq.folded = seq.final = 0
 
@@ -394,7 +453,7 @@ class KVCache:
         if not blocks:
             return
         table = seq.tables[name]
-        seq.changed.add(name)
+        seq.changed[name] = min(blocks[0], seq.changed.get(name, blocks[0]))
         layers = len(self.specs[name].layers)
         if table.pages.shape[1] == 0:
             table.first_block = blocks[0]
@@ -405,20 +464,16 @@ class KVCache:
         table.pages[:, np.array(blocks) - table.first_block] = pages.reshape(layers, -1)
         self.used_by_kind[name] += len(pages)
 
-    def _drop_before(self, seq: SequenceCache, name: str, block: int) -> None:
-        table = seq.tables[name]
+    def _drop_before(self, name: str, table: PageTable, block: int) -> None:
         count = min(block - table.first_block, table.pages.shape[1])
         if count <= 0:
             return
-        seq.changed.add(name)
-        dropped = table.pages[:, :count]
+        dropped = _cut_front(table, count)
         self._each(PagePool.give_back, {name: dropped[dropped != NO_PAGE]})
-        table.pages = table.pages[:, count:].copy()
-        table.first_block += count
 
     def _drop_from(self, seq: SequenceCache, name: str, block: int) -> None:
         table = seq.tables[name]
-        seq.changed.add(name)
+        seq.changed[name] = ALL
         count = max(0, block - table.first_block)
         dropped = table.pages[:, count:]
         self._each(PagePool.give_back, {name: dropped[dropped != NO_PAGE]})
@@ -428,6 +483,26 @@ class KVCache:
 def _has_block(table: PageTable, block: int) -> bool:
     column = block - table.first_block
     return 0 <= column < table.pages.shape[1] and bool(table.pages[0, column] != NO_PAGE)
+
+
+def _cut_front(table: PageTable, count: int) -> np.ndarray:
+    """Pages [layers, count] of the first `count` blocks, of as many as there are; the table has them no more."""
+    dropped, table.pages = table.pages[:, :count], table.pages[:, count:]
+    table.first_block += dropped.shape[1]
+    return dropped
+
+
+def _opens_page(spec: CacheSpec, position: int) -> bool:
+    """Whether the token at `position` stores the first entry of a page, or may be the first of a sequence that stores anything."""
+    if spec.lifetime == "record":
+        return position == 0
+    entry, rest = divmod(position + 1, spec.ratio)
+    return rest == 0 and (entry - 1) % spec.entries_per_page == 0
+
+
+def _leaves_page(spec: CacheSpec, end: int) -> bool:
+    """Whether a window kind needs a page less when a sequence reaches `end` tokens, modulo the block of tokens."""
+    return spec.lifetime == "window" and (end - spec.window - ROLL_BACK) % spec.entries_per_page == 0
 
 
 def entry_slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,13 +44,13 @@ def _copy_bandwidth(device: torch.device) -> float:
 
 
 def _seconds(fn: Callable[[], object], device: torch.device) -> float:
-    """Median time of one call."""
+    """The shortest time of one call: others may use the machine too."""
     times = []
     for _ in range(REPEATS + 1):
         start = synchronised(device)
         fn()
         times.append(synchronised(device) - start)
-    return statistics.median(times[1:])
+    return min(times[1:])
 
 
 def synchronised(device: torch.device) -> float:

@@ -36,7 +36,7 @@ class Decode:
 
     batch: int
     context: int
-    median_ms: float  # of one step, from the end of one to the end of the next
+    median_ms: float  # of one step, from when its tokens are known to when those of the next are
     tokens_per_second: float
     roof_ms: float
     bytes: StepBytes
@@ -73,6 +73,9 @@ class Failed:
 
     what: str
     error: str
+
+
+Row = Decode | Prefill | Failed
 
 
 def decode_rows(
@@ -118,11 +121,10 @@ def _decode(engine: Engine, context: int, steps: int, ceilings: Ceilings, with_b
         engine.step()
     contexts = list(running(engine).values())
     gc.collect()  # not while the clock runs
-    ends = [synchronised(engine.runner.device)]
+    ends = [time.perf_counter()]
     for _ in range(steps):
         engine.step()
         ends.append(time.perf_counter())
-    ends[-1] = synchronised(engine.runner.device)
     assert len(engine.scheduler.running) == batch, "a request ended while it was measured"
     moved = mean_decode_bytes(stored_config(engine), engine.runner.plan, engine.runner.dtype, contexts, steps)
     found = None
@@ -236,7 +238,7 @@ def stored_config(engine: Engine) -> ModelConfig:
     return config if engine.runner.quantised else replace(config, quant=None)
 
 
-def as_dict(row: Decode | Prefill | Failed) -> dict[str, Any]:
+def as_dict(row: Row) -> dict[str, Any]:
     """For JSON."""
     extra = {"share": row.share} if isinstance(row, Decode) else {}
     if isinstance(row, Prefill):

@@ -26,7 +26,7 @@ from abyssal.ops.index_score.triton import index_score_blocks
 from abyssal.ops.linear import LinearWeight
 from abyssal.ops.linear import triton as products
 from abyssal.ops.moe import ExpertLayer
-from abyssal.ops.moe.triton import KernelExperts, moe, prepare_experts
+from abyssal.ops.moe.triton import KernelExperts, choices_of, moe, part_of_experts, prepare_experts, shared_part
 from abyssal.ops.norm.triton import rms_norm
 from abyssal.ops.output_quant.triton import output_quant, output_quant_e4m3
 from abyssal.ops.qkv_insert.triton import qkv_insert, window_store
@@ -224,7 +224,7 @@ class KernelOps:
         self, out: Tensor, rope: Tensor, prepared: products.PreparedLinear, groups: int, dtype: torch.dtype
     ) -> Tensor | products.QuantisedInput:
         tile = prepared.groups[0].tile
-        if tile is not None and products.takes_codes(len(out), prepared):
+        if tile is not None and products.takes_codes(len(out), prepared, groups):
             return output_quant_e4m3(out, rope, tile, groups)
         return output_quant(out, rope, tile, dtype).view(len(out), groups, -1)
 
@@ -266,6 +266,15 @@ class KernelOps:
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
         return moe(x, token_ids, experts)
+
+    def route(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
+        return choices_of(x, token_ids, experts)
+
+    def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int) -> Tensor:
+        return part_of_experts(x, chosen, weights, experts, first)
+
+    def shared_expert(self, x: Tensor, experts: KernelExperts) -> Tensor:
+        return shared_part(x, experts)
 
 
 def check_model(model: ModelConfig, caches: CachePlan) -> None:

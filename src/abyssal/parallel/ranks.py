@@ -81,7 +81,14 @@ class RankComm(Comm):
         if not self.mesh.in_step:
             return local(x, experts, weights, first)
         rows = self._rows(len(x))
-        given = exchange(x[rows], experts[rows], weights[rows], self._counts, self._ep_data, lambda *rows: local(*rows, first))
+        given = exchange(
+            x[rows],
+            experts[rows],
+            weights[rows],
+            self._counts,
+            self._ep_data,
+            lambda x, ids, scales: local(x, ids, scales, first),
+        )
         if self.mesh.tp == 1:
             return given
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

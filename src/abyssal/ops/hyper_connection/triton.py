@@ -32,7 +32,8 @@ from abyssal.ops.hyper_connection import MixWeights, Site
 
 STREAMS = 4
 # One token's row of partial sums: comb at 0, post at 16, pre at 20; from 24 with the site's own pre G 00, 11, 22, 33, 01, 02, 03,
-# 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2; in two launches sum z^2 only.
+# 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2; in two launches sum z^2 only. A relayed row: pre at 0, 1 / rms of the
+# collapsed vector at 4, and from 8 the first 32 of these sums, complete.
 ROW = tl.constexpr(40)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -91,13 +92,29 @@ class LaunchConfig:
         """Programs that run at the same time on `num_sms` multiprocessors of 65536 registers."""
         return num_sms * (65536 // (32 * self.num_warps * -(-self.registers // 8) * 8))
 
+    def may_wait(self, tokens: int, num_sms: int) -> bool:
+        """Whether programs may wait for their group: all run at the same time, or two groups do and the others come later.
+
+        The device starts programs in the order of their numbers, so that the oldest group always runs as a whole.
+        """
+        needed = self.programs(tokens)
+        return min(needed, 2 * self.splits if self.relay else needed) <= self.resident(num_sms)
+
+    @property
+    def relay(self) -> bool:
+        """Whether the sums of a token go to one program of its group and from there to the others, in one launch."""
+        return self.one_launch and self.block_tokens > 16
+
     def partial_rows(self, tokens: int) -> int:
-        """Rows of partial sums that a launch needs in the hand-over state."""
-        return self.programs(tokens) * self.block_tokens
+        """Rows of partial sums that a launch needs in the hand-over state, and of what is relayed."""
+        return self.programs(tokens) * self.block_tokens + (tokens + self.block_tokens if self.relay else 0)
+
+    def counters(self, tokens: int) -> int:
+        return triton.cdiv(tokens, self.block_tokens) * (2 if self.relay else 1)
 
 
 def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = True) -> LaunchConfig:
-    """One launch where it may and all its programs run at the same time; otherwise two, in as few waves as the token count allows."""
+    """One launch where it may and its programs may wait for each other; otherwise two, in as few waves as the token count allows."""
     if hidden % 16:
         raise ValueError(f"hidden size {hidden} is no multiple of 16: this kernel does not support it; use the reference backend")
     for limit, single, block_tokens, block_hidden, num_warps, num_stages, registers in LAUNCHES:
@@ -106,7 +123,7 @@ def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = Tru
         if single and one_launch and tokens <= limit:
             splits = hidden // block_hidden
             config = LaunchConfig(block_tokens, block_hidden, splits, 1, num_warps, num_stages, registers, True)
-            if config.programs(tokens) <= config.resident(num_sms):
+            if config.may_wait(tokens, num_sms):
                 return config
         if not single and tokens <= limit:
             return two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
@@ -134,7 +151,7 @@ class HandoverState:
     """
 
     partials: Tensor  # fp32 [rows, ROW]
-    arrivals: Tensor  # int32 [token blocks]: bit 31 flips when all programs of a group have arrived, the lower bits return to 0
+    arrivals: Tensor  # int32 [counters]: bit 31 flips when all programs of a group have arrived, the lower bits return to 0
 
     @classmethod
     def allocate(cls, max_tokens: int, hidden: int, device: torch.device | str, num_sms: int | None = None) -> HandoverState:
@@ -195,11 +212,11 @@ def site(
     if tokens == 0:
         return result
     config = config or launch_config(tokens, hidden, sm_count(source.device), one_launch=source.is_cuda)
-    groups = triton.cdiv(tokens, config.block_tokens)
-    if state.partials.shape[0] < config.partial_rows(tokens) or state.arrivals.shape[0] < groups:
+    rows_needed, counters = config.partial_rows(tokens), config.counters(tokens)
+    if state.partials.shape[0] < rows_needed or state.arrivals.shape[0] < counters:
         raise ValueError(
-            f"the hand-over state holds {state.partials.shape[0]} rows and {state.arrivals.shape[0]} groups, {tokens} tokens need "
-            f"{config.partial_rows(tokens)} and {groups}: allocate it for more tokens"
+            f"the hand-over state holds {state.partials.shape[0]} rows and {state.arrivals.shape[0]} counters, {tokens} tokens need "
+            f"{rows_needed} and {counters}: allocate it for more tokens"
         )
     kind = "expand" if expanded else "streams" if source.dim() == 3 else "embedding"
     fn, base, scale = (weights.fn, weights.base, weights.scale) if weights is not None else (None, None, None)
@@ -260,6 +277,7 @@ def _site_constants(config: LaunchConfig) -> dict[str, Any]:
         "OWNED": triton.next_power_of_2(triton.cdiv(config.block_tokens, config.splits)),
         "CHUNK": max(1, min(triton.next_power_of_2(config.splits), 32 * config.num_warps // config.block_tokens)),
         "CHUNK_OWNED": min(triton.next_power_of_2(config.splits), 64),
+        "RELAY": config.relay,
     }
 
 
@@ -358,9 +376,11 @@ def _load_old(post, comb, local, mask):
 
 
 @triton.jit
-def _squares(n):
+def _add_squares(n, total):
     f = _floats(n)
-    return (f[0] * f[0] + f[1] * f[1]) + (f[2] * f[2] + f[3] * f[3])
+    for k in tl.static_range(4):
+        total = tl.fma(f[k], f[k], total)
+    return total
 
 
 @triton.jit
@@ -373,14 +393,25 @@ def _mean(n):
 def _floats(values):
     floats = ()
     for k in tl.static_range(len(values)):
-        floats = floats + (values[k].to(tl.float32),)
+        floats = floats + (_float(values[k]),)
     return floats
+
+
+@triton.jit
+def _float(value):
+    """bf16 -> fp32, one instruction each: the compiler takes two for the upper one of a pair."""
+    if INTERPRETED or value.numel < 1024:
+        return value.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [value], dtype=tl.float32, is_pure=True, pack=2
+        )
 
 
 @triton.jit
 def _expand(h, out, post, comb, HOLD: tl.constexpr):
     """new[k] = post[k] out + sum_j comb[j, k] h[j], rounded to bf16 (V4 spec 2.3)."""
-    h, out, new = _floats(h), out.to(tl.float32), ()
+    h, out, new = _floats(h), _float(out), ()
     for k in tl.static_range(4):
         value = post[k] * out
         for j in tl.static_range(4):
@@ -519,11 +550,11 @@ def _sinkhorn(raw, eps, ITERATIONS: tl.constexpr):
 
 
 @triton.jit
-def _sum_splits(
+def _gather(
     partials, first_row, rows, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STRIDE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sum over the programs of a group, always in the same order: tokens first_row.., columns first_column.. -> [ROWS, COLUMNS]."""
+    """Partial sums of a group, of tokens first_row.. and columns first_column.., added up as far as one thread holds them."""
     element = tl.arange(0, ROWS * COLUMNS)
     row = first_row + element // COLUMNS
     at = row * ROW + first_column + element % COLUMNS
@@ -532,43 +563,76 @@ def _sum_splits(
         split = first + tl.arange(0, CHUNK)
         mask = (row < rows)[None, :] & (split < SPLITS)[:, None]
         tile += tl.load(partials + split[:, None] * (STRIDE * ROW) + at[None, :], mask=mask, other=0.0)
-    return tl.reshape(tl.sum(tile, axis=0), (ROWS, COLUMNS))
+    return tile
 
 
 @triton.jit
-def _hand_over(arrivals, split, SPLITS: tl.constexpr):
-    """Wait until all programs of the group have arrived. What they stored before is visible after.
+def _sum_gathered(tile, COLUMNS: tl.constexpr):
+    """Sum over the programs of a group, always in the same order -> [rows, COLUMNS]."""
+    return tl.reshape(tl.sum(tile, axis=0), (tile.shape[1] // COLUMNS, COLUMNS))
 
-    The first program adds 2^31 - (SPLITS - 1), every other 1: together they flip bit 31 and leave the rest as it was, so that nobody
-    resets the counter and launches with other splits can follow.
+
+@triton.jit
+def _load_affine(base, scale, ROWS: tl.constexpr):
+    """Base and scale of every coefficient, [32] each, to be loaded before they are needed."""
+    column = tl.arange(0, 32)
+    first: tl.constexpr = 24 - ROWS
+    has = (column >= first) & (column < 24)
+    return tl.load(base + column - first, mask=has, other=0.0), tl.load(scale + column - first, mask=has, other=0.0)
+
+
+@triton.jit
+def _load_pre_affine(base, scale, ROWS: tl.constexpr):
+    """The same of pre alone, four scalars each."""
+    return _load4(base + (ROWS - 4), 0, 1, None), _load4(scale + (ROWS - 4), 0, 1, None)
+
+
+@triton.jit
+def _read_counter(counter):
+    if INTERPRETED:
+        return tl.load(counter)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _arrive(counter, is_first, PROGRAMS: tl.constexpr):
+    """One of PROGRAMS arrivals, after all that this program has stored; returns the counter as it was.
+
+    The first program adds 2^31 - (PROGRAMS - 1), every other 1: together they flip bit 31 and leave the rest as it was, so that
+    nobody resets the counter and launches with other splits can follow.
     """
     tl.debug_barrier()
-    before = tl.atomic_add(arrivals, tl.where(split == 0, 2147483647 - (SPLITS - 2), 1), sem="acq_rel", scope="gpu")
-    now = before
-    while (before ^ now) >= 0:
-        now = tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [arrivals], dtype=tl.int32, is_pure=False, pack=1
-        )
+    return tl.atomic_add(counter, tl.where(is_first, 2147483647 - (PROGRAMS - 2), 1), sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def _await(counter, before):
+    """Wait until all have arrived since the counter was `before`. What they stored is visible after.
+
+    The interpreter runs programs one after the other and does not wait: there the same launch again finds what the first one left.
+    """
+    if not INTERPRETED:
+        now = before
+        while (before ^ now) >= 0:
+            now = _read_counter(counter)
     tl.debug_barrier()
 
 
 @triton.jit
 def _coefficients(
-    partials, base, scale, pre_out, post_out, comb_out, first_row, rows, rms_eps, eps,
+    sums, base, scale, pre_out, post_out, comb_out, first_row, rows, rms_eps, eps,
     D: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr, ITERATIONS: tl.constexpr,
-    BT: tl.constexpr, SPLITS: tl.constexpr, OWNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """pre, post and comb of the tokens that this program owns (V4 spec 2.2, steps 2 to 7)."""
+    """sums [OWNED, 32] of the tokens that this program owns -> their pre, post and comb (V4 spec 2.2, steps 2 to 7)."""
     column = tl.arange(0, 32)
-    local = first_row + tl.arange(0, OWNED)
+    local = first_row + tl.arange(0, sums.shape[0])
     valid = local < rows
-    sums = _sum_splits(partials, first_row, rows, 0, OWNED, 32, BT, SPLITS, CHUNK)
     squares = tl.sum(tl.where(((column >= 24) & (column < 24 + SQUARES))[None, :], sums, 0.0), axis=1)
     rstd = 1.0 / tl.sqrt(squares / (4 * D) + rms_eps)
-    first: tl.constexpr = 24 - ROWS
-    has = (column >= first) & (column < 24)
-    raw = sums * rstd[:, None] * tl.load(scale + column - first, mask=has, other=0.0)[None, :]
-    raw += tl.load(base + column - first, mask=has, other=0.0)[None, :]
+    raw = sums * rstd[:, None] * scale[None, :] + base[None, :]
     gates = tl.sigmoid(raw)
     at = local[:, None] * 4 + column[None, :]
     tl.store(pre_out + at - 20, gates + eps, mask=valid[:, None] & ((column >= 20) & (column < 24))[None, :])
@@ -578,28 +642,24 @@ def _coefficients(
 
 
 @triton.jit
-def _own_gates(
-    row, base, scale, rms_eps, eps, D: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
+def _own_gates(row, base, scale, rms_eps, eps, D: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
     """One token's rows of partial sums -> its pre, 4 scalars."""
     split, pre = tl.arange(0, CHUNK), ()
     column = _load4(row + 20, split * (BT * ROW), 1, split < SPLITS)
     squares = tl.sum(tl.load(row + 24 + split * (BT * ROW), mask=split < SPLITS, other=0.0))
     rstd = 1.0 / tl.sqrt(squares / (4 * D) + rms_eps)
     for k in tl.static_range(4):
-        raw = tl.sum(column[k]) * rstd
-        pre = pre + (tl.sigmoid(raw * tl.load(scale + (ROWS - 4 + k)) + tl.load(base + (ROWS - 4 + k))) + eps,)
+        pre = pre + (tl.sigmoid(tl.sum(column[k]) * rstd * scale[k] + base[k]) + eps,)
     return pre
 
 
 @triton.jit
-def _own_pre(sums, base, scale, rms_eps, eps, D: tl.constexpr, ROWS: tl.constexpr):
+def _own_pre(sums, base, scale, rms_eps, eps, D: tl.constexpr):
     """sums [BT, 16]: raw pre, then G -> pre and 1 / rms of the collapsed vector, [BT] each."""
     v, pre = _unpack((sums,), 16), ()
     rstd = 1.0 / tl.sqrt(((v[4] + v[5]) + (v[6] + v[7])) / (4 * D) + rms_eps)
     for k in tl.static_range(4):
-        raw = v[k] * rstd * tl.load(scale + (ROWS - 4 + k)) + tl.load(base + (ROWS - 4 + k))
-        pre = pre + (tl.sigmoid(raw) + eps,)
+        pre = pre + (tl.sigmoid(v[k] * rstd * scale[k] + base[k]) + eps,)
     mixed = pre[0] * (pre[1] * v[8] + pre[2] * v[9] + pre[3] * v[10])
     mixed += pre[1] * (pre[2] * v[11] + pre[3] * v[12]) + pre[2] * pre[3] * v[13]
     squares = 2.0 * mixed
@@ -627,7 +687,7 @@ def hyper_connection_site(
     streams, x, pre_out, post_out, comb_out, mean, partials, arrivals, tokens, rms_eps, eps,
     D: tl.constexpr, SOURCE: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, MEAN: tl.constexpr,
     ITERATIONS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, OWNED: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr, RELAY: tl.constexpr,
 ):  # fmt: skip
     """The whole site. Grid: token blocks x SPLITS, the programs of a token block side by side."""
     _begin()
@@ -637,6 +697,7 @@ def hyper_connection_site(
     local = tl.arange(0, BT)
     valid = local < left
     mask = valid[:, None]
+    partials_of_all = partials
     partials += start * (SPLITS * ROW)
     d = split * BD + tl.arange(0, BD)
     at = local[:, None] * (4 * D) + d[None, :]
@@ -650,6 +711,8 @@ def hyper_connection_site(
         weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
         high = _load4(fn, weight_at, D, has)
         low = _load4(fn + ROWS * 4 * D, weight_at, D, has)
+        all_base, all_scale = _load_affine(base, scale, ROWS)
+        pre_base, pre_scale = _load_pre_affine(base, scale, ROWS)
     norm = tl.load(norm_weight + d)[None, :]
     _wait_for_inputs()
     if SOURCE == "embedding":
@@ -673,32 +736,77 @@ def hyper_connection_site(
     else:
         y = _collapse(n, _load4(pre + start * 4, local[:, None] * 4, 1, mask))
         f = y.to(tl.float32)
-        sums = tl.join(tl.sum(_squares(n), axis=1), tl.sum(f * f, axis=1))
+        sums = tl.join(tl.sum(_add_squares(n, tl.zeros((BT, BD), tl.float32)), axis=1), tl.sum(f * f, axis=1))
     tl.store(row + 24 + tl.arange(0, 16 if OWN_PRE else 2)[None, :], sums, mask=mask)
     if MEAN:
         tl.store(mean + start * D + x_at, _mean(n), mask=mask)
 
-    if SPLITS > 1:
-        _hand_over(arrivals + group, split, SPLITS)
+    first_owned, rows = split * OWNED, tl.minimum(left, BT)
+    if RELAY:
+        # The owner of a token adds up its sums and passes the result on, or everybody would read the sums of all tokens.
+        relay = partials_of_all + (tl.num_programs(0) * BT + start) * ROW
+        arrivals += 2 * group
+        if SPLITS > 1:
+            seen = _read_counter(arrivals + 1)
+            before = _arrive(arrivals, split == 0, SPLITS)
+        else:
+            tl.debug_barrier()
+        if first_owned < BT:
+            if SPLITS > 1:
+                _await(arrivals, before)
+            owned_row = relay + (first_owned + tl.arange(0, OWNED)) * ROW
+            if ROWS > 0:
+                owned = _gather(partials, first_owned, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED)
+            if OWN_PRE:
+                gathered = _gather(partials, first_owned, rows, 20, OWNED, 16, BT, SPLITS, CHUNK_OWNED)
+                own, owned_factor = _own_pre(_sum_gathered(gathered, 16), pre_base, pre_scale, rms_eps, eps, D)
+                _store_each(owned_row, own, 1, None)
+            else:
+                owned_square = tl.sum(_gather(partials, first_owned, rows, 25, OWNED, 1, BT, SPLITS, CHUNK_OWNED), axis=0)
+                owned_factor = 1.0 / tl.sqrt(owned_square / D + rms_eps)
+            tl.store(owned_row + 4, owned_factor)
+            if ROWS > 0:
+                tl.store(owned_row[:, None] + 8 + coefficient[None, :], _sum_gathered(owned, 32))
+            if SPLITS > 1:
+                _arrive(arrivals + 1, split == 0, BT // OWNED)
+        if SPLITS > 1:
+            _await(arrivals + 1, seen)
+        else:
+            tl.debug_barrier()
+        if OWN_PRE:
+            y = _collapse(n, _load4(relay + local[:, None] * ROW, 0, 1, None))
+        factor = tl.load(relay + local * ROW + 4)
     else:
-        tl.debug_barrier()
-
-    if OWN_PRE:
-        totals = _sum_splits(partials, 0, left, 20, BT, 16, BT, SPLITS, CHUNK)
-        own, factor = _own_pre(totals, base, scale, rms_eps, eps, D, ROWS)
-        y = _collapse(n, (own[0][:, None], own[1][:, None], own[2][:, None], own[3][:, None]))
-    else:
-        totals = _sum_splits(partials, 0, left, 25, BT, 1, BT, SPLITS, CHUNK)
-        factor = 1.0 / tl.sqrt(tl.sum(totals, axis=1) / D + rms_eps)
+        if SPLITS > 1:
+            _await(arrivals + group, _arrive(arrivals + group, split == 0, SPLITS))
+        else:
+            tl.debug_barrier()
+        if ROWS > 0:  # loads before the first of the other sums is used
+            owned = _gather(partials, first_owned, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED)
+        if OWN_PRE:
+            totals = _sum_gathered(_gather(partials, 0, left, 20, BT, 16, BT, SPLITS, CHUNK), 16)
+            own, factor = _own_pre(totals, pre_base, pre_scale, rms_eps, eps, D)
+            y = _collapse(n, (own[0][:, None], own[1][:, None], own[2][:, None], own[3][:, None]))
+        else:
+            totals = tl.sum(_gather(partials, 0, left, 25, BT, 1, BT, SPLITS, CHUNK), axis=0)
+            factor = 1.0 / tl.sqrt(totals / D + rms_eps)
     normed = y.to(tl.float32) * factor[:, None] * norm
     tl.store(x + x_at, normed.to(tl.bfloat16), mask=mask)
     if ROWS == 24:
         post_out += start * 4
         comb_out += start * 16
-    if ROWS > 0 and split * OWNED < BT:
+    squares: tl.constexpr = 4 if OWN_PRE else 1
+    if RELAY:  # one program, with all lanes, where many do the same; elsewhere each its own, to have them soon
+        if ROWS > 0 and split == SPLITS - 1:
+            all_sums = tl.load(relay + local[:, None] * ROW + 8 + coefficient[None, :])
+            _coefficients(
+                all_sums, all_base, all_scale, pre_out + start * 4, post_out, comb_out, 0, rows, rms_eps, eps,
+                D, ROWS, squares, ITERATIONS,
+            )  # fmt: skip
+    elif ROWS > 0 and first_owned < BT:
         _coefficients(
-            partials, base, scale, pre_out + start * 4, post_out, comb_out, split * OWNED, tl.minimum(left, BT),
-            rms_eps, eps, D, ROWS, 4 if OWN_PRE else 1, ITERATIONS, BT, SPLITS, OWNED, CHUNK_OWNED,
+            _sum_gathered(owned, 32), all_base, all_scale, pre_out + start * 4, post_out, comb_out, first_owned, rows, rms_eps, eps,
+            D, ROWS, squares, ITERATIONS,
         )  # fmt: skip
 
 
@@ -732,9 +840,9 @@ def hyper_connection_project(
     has = ((column >= first) & (column < 24))[None, :]
     fn_row = (tl.arange(0, 64) // 32 * ROWS + column - first) * (4 * D)
     products = tl.zeros((BT, 64), tl.float32)
-    squares = tl.zeros((BT,), tl.float32)
+    squares = tl.zeros((BT, BD), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
-        d = (split * STEPS + step) * BD + tl.arange(0, BD)
+        d = (step * SPLITS + split) * BD + tl.arange(0, BD)  # programs side by side read side by side
         at = local[:, None] * (4 * D) + d[None, :]
         x_at = local[:, None] * D + d[None, :]
         if SOURCE == "embedding":
@@ -750,7 +858,7 @@ def hyper_connection_project(
             weights = _load4(fn, fn_row[None, :] + d[:, None], D, has)
             for k in tl.static_range(4):
                 products = tl.dot(n[k], weights[k], products)
-            squares += tl.sum(_squares(n), axis=1)
+            squares = _add_squares(n, squares)
         if not OWN_PRE:
             tl.store(x + x_at, _collapse(n, given), mask=mask)
         if MEAN:
@@ -760,7 +868,7 @@ def hyper_connection_project(
         coefficient = tl.arange(0, 32)
         raw = tl.sum(tl.reshape(products, (BT, 2, 32)), axis=1)
         tl.store(row[:, None] + coefficient[None, :], raw, mask=mask & (coefficient < 24)[None, :])
-        tl.store(row + 24, squares, mask=valid)
+        tl.store(row + 24, tl.sum(squares, axis=1), mask=valid)
 
 
 @triton.jit
@@ -771,27 +879,29 @@ def _finish_token(
 ):  # fmt: skip
     """Collapse, or with a given pre what the first launch collapsed, and norm (V4 spec 2.2, step 8)."""
     steps: tl.constexpr = (D + BD - 1) // BD
-    d, y = tl.arange(0, BD), ()
+    d, y, norm = tl.arange(0, BD), (), ()
+    x += token.to(tl.int64) * D
+    for step in tl.static_range(steps):
+        norm = norm + (tl.load(norm_weight + step * BD + d, mask=step * BD + d < D, other=0.0),)
     if OWN_PRE:
         streams += token.to(tl.int64) * (4 * D)
         n = ()
         for step in tl.static_range(steps):
             n = n + (_load4(streams, step * BD + d, D, step * BD + d < D),)
         row = ((token // BT * BT).to(tl.int64) * SPLITS + token % BT) * ROW
-        pre = _own_gates(partials + row, base, scale, rms_eps, eps, D, ROWS, BT, SPLITS, CHUNK)
+        pre_base, pre_scale = _load_pre_affine(base, scale, ROWS)
+        pre = _own_gates(partials + row, pre_base, pre_scale, rms_eps, eps, D, BT, SPLITS, CHUNK)
         for step in tl.static_range(steps):
-            y = y + (_collapse(n[step], pre).to(tl.float32),)
-    x += token.to(tl.int64) * D
+            y = y + (_float(_collapse(n[step], pre)),)
+    else:
+        for step in tl.static_range(steps):
+            y = y + (tl.load(x + step * BD + d, mask=step * BD + d < D, other=0.0).to(tl.float32),)
     squares = tl.zeros((BD,), tl.float32)
     for step in tl.static_range(steps):
-        if not OWN_PRE:
-            y = y + (tl.load(x + step * BD + d, mask=step * BD + d < D, other=0.0).to(tl.float32),)
-        squares += y[step] * y[step]
+        squares = tl.fma(y[step], y[step], squares)
     factor = 1.0 / tl.sqrt(tl.sum(squares) / D + rms_eps)
     for step in tl.static_range(steps):
-        mask = step * BD + d < D
-        normed = y[step] * factor * tl.load(norm_weight + step * BD + d, mask=mask, other=0.0)
-        tl.store(x + step * BD + d, normed.to(tl.bfloat16), mask=mask)
+        tl.store(x + step * BD + d, (y[step] * factor * norm[step]).to(tl.bfloat16), mask=step * BD + d < D)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -804,44 +914,26 @@ def hyper_connection_finish(
 
     The last tokens come first: the L2 still holds their streams.
     """
-    pid = tl.program_id(0)
-    if ROWS == 0:
+    blocks = tl.cdiv(tokens, OWNED) if ROWS > 0 else 0
+    token = tokens - 1 - (tl.program_id(0) - blocks)
+    if token < tokens:
         _finish_token(
-            partials,
-            base,
-            scale,
-            norm_weight,
-            streams,
-            x,
-            tokens - 1 - pid,
-            rms_eps,
-            eps,
-            D,
-            ROWS,
-            OWN_PRE,
-            BT,
-            BD,
-            SPLITS,
-            CHUNK,
+            partials, base, scale, norm_weight, streams, x, token, rms_eps, eps, D, ROWS, OWN_PRE, BT, BD, SPLITS, CHUNK
         )
-    else:
-        blocks = tl.cdiv(tokens, OWNED)
-        if pid >= blocks:
-            token = tokens - 1 - (pid - blocks)
-            _finish_token(
-                partials, base, scale, norm_weight, streams, x, token, rms_eps, eps, D, ROWS, OWN_PRE, BT, BD, SPLITS, CHUNK
-            )
-        else:
-            block = pid * OWNED // BT * BT
-            start = block.to(tl.int64)
-            if ROWS == 24:
-                post_out += start * 4
-                comb_out += start * 16
-            _coefficients(
-                partials + start * (SPLITS * ROW), base, scale, pre_out + start * 4, post_out, comb_out,
-                pid * OWNED - block, tl.minimum(tokens - block, BT),
-                rms_eps, eps, D, ROWS, 1, ITERATIONS, BT, SPLITS, OWNED, CHUNK_OWNED,
-            )  # fmt: skip
+    elif ROWS > 0:
+        first = tl.program_id(0) * OWNED
+        block = first // BT * BT
+        start = block.to(tl.int64)
+        if ROWS == 24:
+            post_out += start * 4
+            comb_out += start * 16
+        rows = tl.minimum(tokens - block, BT)
+        all_base, all_scale = _load_affine(base, scale, ROWS)
+        tile = _gather(partials + start * (SPLITS * ROW), first - block, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED)
+        _coefficients(
+            _sum_gathered(tile, 32), all_base, all_scale, pre_out + start * 4, post_out, comb_out,
+            first - block, rows, rms_eps, eps, D, ROWS, 1, ITERATIONS,
+        )  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:

@@ -44,7 +44,7 @@ def _page(pages, tile, end, TILES: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tile(pool, page, page_words, words, scales, tile, end, STAGES: gl.constexpr, TILES: gl.constexpr, MMA: gl.constexpr):
+def _copy_tile(pool, page, page_words, words, scales, tile, end, STAGES: gl.constexpr, TILES: gl.constexpr):
     """A tile's keys and scales, one word per key, on their way into their place in shared memory, if it lies before `end`."""
     WORDS: gl.constexpr = words.shape[2]
     LAYOUT: gl.constexpr = _word_layout(WORDS)
@@ -52,9 +52,9 @@ def _copy_tile(pool, page, page_words, words, scales, tile, end, STAGES: gl.cons
     part = tile % TILES * KEYS
     key = part + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
     word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
-    async_copy.async_copy_global_to_shared(words.index(tile % STAGES), base + key * WORDS + word, mask=tile < end)
-    row = part + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
-    async_copy.async_copy_global_to_shared(scales.index(tile % STAGES), base + TILES * KEYS * WORDS + row, mask=tile < end)
+    async_copy.async_copy_global_to_shared(words.index(tile & (STAGES - 1)), base + key * WORDS + word, mask=tile < end)
+    row = part + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
+    async_copy.async_copy_global_to_shared(scales.index(tile & (STAGES - 1)), base + TILES * KEYS * WORDS + row, mask=tile < end)
     async_copy.commit_group()
 
 
@@ -150,8 +150,8 @@ def _half_weights(weights, HEADS: gl.constexpr, MMA: gl.constexpr):
 def _take_tile(words, scales, tile, STAGES: gl.constexpr, MMA: gl.constexpr):
     """Words and scales of a tile's keys, as soon as they are in shared memory."""
     async_copy.wait_group(STAGES - 2)
-    scale = scales.index(tile % STAGES).load(gl.SliceLayout(1, MMA))
-    return words.index(tile % STAGES).load(_word_layout(words.shape[2])), scale
+    scale = scales.index(tile & (STAGES - 1)).load(gl.SliceLayout(1, MMA))
+    return words.index(tile & (STAGES - 1)).load(_word_layout(words.shape[2])), scale
 
 
 @gluon.jit
@@ -206,7 +206,7 @@ def _index_score_kernel_sm90(
     ROWS: gl.constexpr,  # num_rows, rounded up to a power of two
     GROUP: gl.constexpr,
     MAXIMA: gl.constexpr,
-    STAGES: gl.constexpr,  # tiles in shared memory
+    STAGES: gl.constexpr,  # tiles in shared memory, a power of two
     TILES: gl.constexpr,  # per page
     EARLY: gl.constexpr,
 ):
@@ -256,7 +256,7 @@ def _index_score_kernel_sm90(
         pages = page_table + sequence.to(gl.int64) * table_stride
         for s in gl.static_range(STAGES - 1):
             page = _page(pages, first + s, last, TILES)
-            _copy_tile(pool, page, page_words, words, scales, first + s, last, STAGES, TILES, MMA)
+            _copy_tile(pool, page, page_words, words, scales, first + s, last, STAGES, TILES)
         page = _page(pages, first + STAGES - 1, last, TILES)
 
         gl.thread_barrier()
@@ -270,13 +270,13 @@ def _index_score_kernel_sm90(
         if QUERIES == 1:
             # A product is always under way: the sums of one tile run beside the product of the next.
             packed, scale = _take_tile(words, scales, first, STAGES, MMA)
-            _copy_tile(pool, page, page_words, words, scales, first + STAGES - 1, last, STAGES, TILES, MMA)
+            _copy_tile(pool, page, page_words, words, scales, first + STAGES - 1, last, STAGES, TILES)
             page = _page(pages, first + STAGES, last, TILES)
             dots = _multiply(_widen(packed, scale, LAYOUT, MMA), q_shared.index(0), HEADS, MMA)
             for tile in range(first, last, 2):
                 ahead = tile + STAGES
                 packed, next_scale = _take_tile(words, scales, tile + 1, STAGES, MMA)
-                _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES, MMA)
+                _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES)
                 page = _page(pages, ahead + 1, last, TILES)
                 if EARLY:
                     keys = _widen(packed, next_scale, LAYOUT, MMA)
@@ -287,7 +287,7 @@ def _index_score_kernel_sm90(
                 next_dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
                 _store_scores(dots, w, scale, tile, reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
                 packed, scale = _take_tile(words, scales, tile + 2, STAGES, MMA)
-                _copy_tile(pool, page, page_words, words, scales, ahead + 1, last, STAGES, TILES, MMA)
+                _copy_tile(pool, page, page_words, words, scales, ahead + 1, last, STAGES, TILES)
                 page = _page(pages, ahead + 2, last, TILES)
                 if EARLY:
                     keys = _widen(packed, scale, LAYOUT, MMA)
@@ -303,7 +303,7 @@ def _index_score_kernel_sm90(
             for tile in range(first, last):
                 ahead = tile + STAGES - 1
                 packed, scale = _take_tile(words, scales, tile, STAGES, MMA)
-                _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES, MMA)
+                _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES)
                 page = _page(pages, ahead + 1, last, TILES)
                 keys = _widen(packed, scale, LAYOUT, MMA)
                 dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
@@ -327,7 +327,7 @@ class ScoreConfig:
 
     programs: int  # persistent programs of one warpgroup, each takes an equal share of all tiles
     queries: int  # consecutive queries of a sequence that share the keys of a tile
-    stages: int  # tiles in shared memory per program, all but one of them on their way
+    stages: int  # tiles in shared memory per program, a power of two, all but one of them on their way
     registers: int  # per thread at most
     early: bool = False  # widen a tile before the product of the one before has ended
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from abyssal.ops._aot import AotCase
 from abyssal.ops._records import INTERPRETED, e4m3_codes, e4m3_values, power_of_two, scale_exponent, store_like, to_bf16, to_fp32
 from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 
@@ -159,7 +160,7 @@ class QuantisedInput:
         return cls(codes, scales, tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def quantise_kernel(x, x_stride, out, scales, num_rows, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr):
     """Token t, WIDTH columns per program. CODES: codes uint8 and scales fp32 [K / TILE, num_rows], else the rounded values."""
     token = tl.program_id(0)
@@ -209,7 +210,7 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
 
 @dataclass(frozen=True, slots=True)
 class FewConfig:
-    """Sizes of one launch. Rows of a program follow from N and K alone, so that a token's sums do not depend on the other tokens."""
+    """Sizes of one launch. None changes a sum: each output is one chain of products per warp, then the sum over the warps."""
 
     tokens: int  # of a program
     rows: tuple[int, ...]  # of a program, per group
@@ -236,18 +237,18 @@ def few_config(tokens: int, groups: Sequence[tuple[int, int, int]], input_bytes:
 
 @triton.jit
 def _halves(codes):
-    """e4m3 -> fp16, exact."""
+    """e4m3 -> fp16, exact; in the interpreter, whose products of fp16 are slow, fp32."""
     if INTERPRETED:
-        return e4m3_values(codes.to(tl.uint8, bitcast=True)).to(tl.float16)
+        return e4m3_values(codes.to(tl.uint8, bitcast=True))
     else:
         return codes.to(tl.float16)
 
 
 @triton.jit
 def _rounded(x):
-    """fp32, at most 448 in size -> the nearest e4m3 value as fp16."""
+    """fp32, at most 448 in size -> the nearest e4m3 value as fp16, see `_halves`."""
     if INTERPRETED:
-        return e4m3_values(e4m3_codes(x)).to(tl.float16)
+        return e4m3_values(e4m3_codes(x))
     else:
         return x.to(tl.float8e4nv).to(tl.float16)
 
@@ -260,6 +261,7 @@ def _product(
     x, x_stride, x_scales, x_scale_stride, data, scale, out, tile, t0, T, N, K, group_rows,
     BN: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Rows BN of one weight for BT tokens.
 
@@ -273,16 +275,19 @@ def _product(
     b = tl.arange(0, B)
     first = b % WARPS * COLUMNS + b // WARPS * BK  # [B], a part's column within the step
     k = tl.arange(0, BK)
-    n0 = tile * BN
-    n = tl.minimum(n0 + tl.arange(0, BN), N - 1).to(tl.int64)  # rows and tokens past the last repeat it
+    group_tiles = tl.cdiv(group_rows, BN)
+    group = tile // group_tiles
+    n0 = group * group_rows + tile % group_tiles * BN
+    N_end = (group + 1) * group_rows
+    n = tl.minimum(n0 + tl.arange(0, BN), N_end - 1).to(tl.int64)  # rows and tokens past the last repeat it
     t = tl.minimum(t0 + tl.arange(0, BT), T - 1).to(tl.int64)
-    x += n0 // group_rows * K
+    x += group * K
     acc = tl.zeros((WARPS if FP8 else B, BN, BT), tl.float32)
     for k0 in range(0, K * PARTS, WARPS * COLUMNS):
         start = k0 + first
         w_column = start[:, None, None] + k[None, None, :]
         x_column = start[:, None, None] + k[None, :, None]
-        if BK == COLUMNS:
+        if BK == COLUMNS or not FP8:
             w_pointer = data + n[None, :, None] * (K * PARTS) + w_column
         else:
             panel = n // 16 * (16 * K) + n % 16 * BK
@@ -302,13 +307,13 @@ def _product(
                 x_scale = power_of_two(exponent)
                 values = _rounded(values * power_of_two(-exponent)[:, None, :])
             else:
-                x_tile = n0 // group_rows * (K // TILE) + start // TILE
+                x_tile = group * tl.cdiv(K, TILE) + start // TILE
                 x_scale = tl.load(x_scales + x_tile[:, None] * x_scale_stride + t[None, :], mask=inside, other=0.0)
                 values = _halves(values)
         if FP8:
             w_block = start // COLUMN_BLOCK
             blocks = tl.cdiv(K, COLUMN_BLOCK)
-            if ROW_BLOCK % BN == 0:
+            if ROW_BLOCK % BN == 0 and ALIGNED:
                 w_scale = tl.load(scale + n0 // ROW_BLOCK * blocks + w_block, mask=start < K, other=0.0)
                 both = (x_scale * w_scale[:, None])[:, None, :]
             else:
@@ -326,16 +331,16 @@ def _product(
     rows = n0 + tl.arange(0, BN)
     tokens = t0 + tl.arange(0, BT)
     place = out + tokens.to(tl.int64)[None, :] * N + rows[:, None]
-    store_like(place, tl.sum(acc, 0), mask=(rows < N)[:, None] & (tokens < T)[None, :])
+    store_like(place, tl.sum(acc, 0), mask=(rows < N_end)[:, None] & (tokens < T)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "token_tiles"])
 def few_tokens_kernel(
     x, x_stride, input0, input0_stride, scales0, scales0_stride, T, K, token_tiles, group_rows,
     data0, scale0, out0, N0, tiles0, data1, out1, N1, tiles1, data2, out2, N2,
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr, PARTS2: tl.constexpr,
-    EVEN: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Up to three groups of weights of one input; only the first may have scales, or a quantised input, `input0`.
 
@@ -346,18 +351,18 @@ def few_tokens_kernel(
     if tile < tiles0:
         _product(
             input0, input0_stride, scales0, scales0_stride, data0, scale0, out0, tile, t0, T, N0, K, group_rows,
-            BN0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN,
+            BN0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN, ALIGNED,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
                 x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K, N1,
-                BN1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN,
+                BN1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN, False,
             )  # fmt: skip
         elif data2 is not None:
             _product(
                 x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K, N2,
-                BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN,
+                BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False,
             )  # fmt: skip
 
 
@@ -385,9 +390,9 @@ def few_tokens(
     source = plain if quantised is None else quantised.codes.flatten(1)
     sizes = [(len(group.data), group.data.itemsize, group.data.shape[1]) for group in groups]
     config = config or few_config(tokens, sizes, source.itemsize if len(groups) == 1 else plain.itemsize)
-    tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
     group_rows = len(first.data) // num_groups
-    assert num_groups == 1 or group_rows % config.rows[0] == 0, f"groups of {group_rows} rows do not divide into {config}"
+    tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
+    tiles[0] = num_groups * triton.cdiv(group_rows, config.rows[0])
     token_tiles = triton.cdiv(tokens, config.tokens)
     absent = (None, None, 0, 0)
     more = [(g.data, out, len(g.data), n) for g, out, n in zip(groups[1:], outs[1:], tiles[1:], strict=True)]
@@ -400,7 +405,7 @@ def few_tokens(
         first.data, first.scale, outs[0], len(first.data), tiles[0], data1, out1, rows1, tiles1, data2, out2, rows2,
         BT=config.tokens, BN0=rows[0], BN1=rows[1], BN2=rows[2], TILE=first.tile,
         ROW_BLOCK=first.block and first.block[0], COLUMN_BLOCK=first.block and first.block[1],
-        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0, WARPS=WARPS, COLUMNS=COLUMNS,
+        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0, ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1, WARPS=WARPS, COLUMNS=COLUMNS,
         num_warps=WARPS, num_stages=config.num_stages,
     )  # fmt: skip
     return outs
@@ -440,7 +445,7 @@ def dequantised(group: Group) -> Tensor:
     return out
 
 
-def route(tokens: int, group: Group, scaled_mm: bool) -> Route:
+def route(tokens: int, group: Group, scaled_mm: bool, num_groups: int = 1) -> Route:
     """How a product of `tokens` rows is computed.
 
     few: our kernel, which reads the weights once for up to 32 tokens. scaled: the library's e4m3 product, where the device has it.
@@ -448,9 +453,8 @@ def route(tokens: int, group: Group, scaled_mm: bool) -> Route:
     """
     if tokens <= FEW_TOKENS:
         return "few"
-    rows, columns = group.data.shape
-    blocks = group.block == (128, 128) and group.tile == 128 and rows % 128 == 0 and columns % (4 * 128) == 0
-    if blocks and scaled_mm:
+    rows, columns = len(group.data) // num_groups, group.columns
+    if scaled_mm and group.block == (128, 128) and group.tile == 128 and rows % 128 == 0 and columns % (4 * 128) == 0:
         return "scaled"
     if group.block is not None and tokens <= 2 * FEW_TOKENS:
         return "few"
@@ -480,7 +484,7 @@ def linear(x: Tensor, prepared: PreparedLinear, *, batch_invariant: bool = False
     """x bf16 [T, K] times each weight transposed -> [T, N_i] each, bf16, or fp32 for a weight that came as a `Tensor`.
 
     The outputs may be columns of one tensor. Up to FEW_TOKENS tokens, and with `batch_invariant` for any number, a token's results
-    have the same bits whatever other tokens there are: the kernel's sums over K are cut by N and K alone.
+    have the same bits whatever other tokens there are: the kernel cuts its sums over K alike for any number.
     """
     routes = ["few" if batch_invariant else route(len(x), group, prepared.scaled_mm) for group in prepared.groups]
     outs: dict[int, Tensor] = {}
@@ -503,10 +507,10 @@ def linear(x: Tensor, prepared: PreparedLinear, *, batch_invariant: bool = False
     return tuple(parts[group][number] for group, number in prepared.places)
 
 
-def takes_codes(tokens: int, prepared: PreparedLinear, *, batch_invariant: bool = False) -> bool:
+def takes_codes(tokens: int, prepared: PreparedLinear, num_groups: int, *, batch_invariant: bool = False) -> bool:
     """Whether `linear_grouped` of this weight wants its input as codes."""
     (group,) = prepared.groups
-    return group.block is not None and (batch_invariant or route(tokens, group, prepared.scaled_mm) != "library")
+    return group.block is not None and (batch_invariant or route(tokens, group, prepared.scaled_mm, num_groups) != "library")
 
 
 def linear_grouped(
@@ -520,8 +524,8 @@ def linear_grouped(
     (group,) = prepared.groups
     plain = dataclasses.replace(group, tile=None)
     tokens = x.tokens if isinstance(x, QuantisedInput) else len(x)
-    chosen = "few" if batch_invariant else route(tokens, group, prepared.scaled_mm)
-    assert isinstance(x, QuantisedInput) == takes_codes(tokens, prepared, batch_invariant=batch_invariant)
+    chosen = "few" if batch_invariant else route(tokens, group, prepared.scaled_mm, num_groups)
+    assert isinstance(x, QuantisedInput) == (group.block is not None and chosen != "library"), f"{type(x).__name__} for {chosen}"
     if chosen == "few":
         source, weight = (x, group) if isinstance(x, QuantisedInput) else (x.flatten(1), plain)
         return few_tokens(source, [weight], num_groups=num_groups)[0].view(tokens, num_groups, -1)
@@ -537,3 +541,65 @@ def linear_grouped(
     out = torch.empty(tokens, num_groups, matrix.shape[1], dtype=x.dtype, device=x.device)
     torch.bmm(x.transpose(0, 1), matrix.transpose(1, 2), out=out.transpose(0, 1))
     return out
+
+
+def aot_cases() -> list[AotCase]:
+    """Every format and size of tiles of the few-token kernel, as V4-Flash and V4.1-Flash launch it, and the helpers of many tokens."""
+    cases = [
+        AotCase(
+            f"quantise tile={tile} codes={codes}", quantise_kernel,
+            {"x": "*bf16", "x_stride": "i32", "out": "*u8" if codes else "*bf16", "scales": "*fp32", "num_rows": "i32", "K": "i32"},
+            {"TILE": tile, "WIDTH": WIDTH, "CODES": codes} | ({} if codes else {"scales": None}), num_warps=1,
+            aligned=("x", "x_stride", "out", "K"),
+        )
+        for tile, codes in ((128, True), (32, False))
+    ] + [
+        AotCase(
+            f"dequantise block={block}", dequantise_kernel,
+            {"data": "*fp8e4nv", "scale": "*fp32", "out": "*bf16", "N": "i32", "K": "i32"},
+            {"TILE": block, "ROW_BLOCK": block, "COLUMN_BLOCK": block, "BN": PANEL_ROWS, "COLUMNS": COLUMNS},
+            aligned=("data", "scale", "out", "N", "K"),
+        )
+        for block in (128, 32)
+    ]  # fmt: skip
+    released = [
+        (1536, 4096, 128),
+        (32768, 1024, 128),
+        (1792, 5120, 32),
+        (32768, 1280, 32),
+        (2048, 4096, None),
+        (129280, 4096, None),
+    ]
+    cases += [_few_case(tokens, *sizes) for tokens in (1, 32) for sizes in released]
+    cases += [_few_case(1, 1536, 4096, 128, beside=beside) for beside in (1, 2)]
+    cases += [_few_case(16, 32768, 1024, 128), _few_case(16, 32768, 1280, 32)]
+    return [*cases, _few_case(1, 192, 64, None, parts=3), _few_case(32, 24, 64, 128, aligned_groups=False)]
+
+
+def _few_case(
+    tokens: int, rows: int, columns: int, block: int | None, *, beside: int = 0, parts: int = 1, aligned_groups: bool = True
+) -> AotCase:
+    fused = tokens <= FUSED_TOKENS
+    sizes = [(rows, 2 if block is None else 1, columns), *[(2048, 2, columns)] * beside]
+    config = few_config(tokens, sizes, 2 if fused or block is None else 1)
+    heights = (*config.rows, 16, 16)
+    signature = {
+        "x": "*bf16", "x_stride": "i32", "input0": "*bf16" if fused or block is None else "*fp8e4nv", "input0_stride": "i32",
+        "scales0": "*fp32", "scales0_stride": "i32", "T": "i32", "K": "i32", "token_tiles": "i32", "group_rows": "i32",
+        "data0": "*bf16" if block is None else "*fp8e4nv", "scale0": "*fp32", "out0": "*bf16", "N0": "i32", "tiles0": "i32",
+        "data1": "*bf16", "out1": "*fp32", "N1": "i32", "tiles1": "i32", "data2": "*bf16", "out2": "*bf16", "N2": "i32",
+    }  # fmt: skip
+    constants: dict[str, object] = {
+        "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "TILE": block, "ROW_BLOCK": block,
+        "COLUMN_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % STEP == 0, "ALIGNED": aligned_groups,
+        "WARPS": WARPS, "COLUMNS": COLUMNS,
+    }  # fmt: skip
+    absent = ["scales0"] if fused or block is None else []
+    absent += ["scale0"] if block is None else []
+    absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
+    free = {*signature} - {*absent, "T", "token_tiles", "tiles0", "tiles1"}
+    return AotCase(
+        f"few_tokens x{config.tokens} {rows} x {columns} block={block} beside={beside}", few_tokens_kernel, signature,
+        constants | dict.fromkeys(absent), num_warps=WARPS, num_stages=config.num_stages, aligned=tuple(sorted(free)),
+        spill_reason="a few registers beside the 255 of the widest tiles" if (block, config.rows[0], tokens) == (32, 32, 32) else None,
+    )  # fmt: skip

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.kv.layouts import Grid
+from abyssal.ops._aot import AotCase
 from abyssal.ops._records import (
     INTERPRETED,
     e2m1_values,
@@ -59,6 +60,11 @@ class KernelWeight:
     tile: int | None  # of the input's e4m3 grid
     rows: int  # N without padding, of one half for w13
     columns: int  # K without padding
+
+    @property
+    def words(self) -> Tensor:
+        """int32 [E, N, ..], as loads take it."""
+        return self.data.view(torch.int32)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -189,14 +195,16 @@ class MoeConfig:
 
 
 def moe_config(choices: int, experts: int, batch_invariant: bool = False) -> MoeConfig:
-    """By the mean number of tokens per expert. Only the kernel decides the bits of a token, so invariance means the one for few tokens."""
+    """By the mean number of tokens per expert. Only the kernel decides the bits of a token, so invariance means the one for few tokens.
+
+    The shared expert is one expert of all tokens: up to 64 of them, blocks that share its weights through L2 fill the GPU.
+    """
     mean = choices / experts
-    if mean <= 16 or batch_invariant:
-        block = 8 if mean <= 4 else 16
-        rows = 16 if choices <= 16 else 32
-        return MoeConfig(ProductConfig(block, rows, 2, 1), ProductConfig(block, rows, 2, 1))
-    block = 64 if mean <= 64 else 128
-    return MoeConfig(ProductConfig(block, 128, 3, 4), ProductConfig(block, 128, 3, 4))
+    if mean <= 16 or choices <= 64 or batch_invariant:
+        product = ProductConfig(8 if mean <= 4 else 16, 16 if choices <= 16 else 32, 2, 1)
+    else:
+        product = ProductConfig(64, 128, 3, 4) if mean <= 64 else ProductConfig(128, 128, 3, 8)
+    return MoeConfig(product, product)
 
 
 def num_blocks(choices: int, experts: int, block_tokens: int) -> int:
@@ -208,18 +216,33 @@ def num_blocks(choices: int, experts: int, block_tokens: int) -> int:
 
 
 @triton.jit
-def place(k, FORMAT: tl.constexpr):
-    """Where column k of the input lies, so that it meets the unpacked weights.
+def place(k, FORMAT: tl.constexpr, STEPS: tl.constexpr):
+    """Where column k of the input lies, so that it meets the weights that `_values` unpacks.
 
-    A 32-bit word of FP4 holds columns 0..7 and leaves as 0, 4, 1, 5 and 2, 6, 3, 7: two planes, each contiguous over 128 columns. One
-    of FP8 leaves as 0, 2, 1, 3.
+    A 32-bit word of FP4 holds columns 0..7 and leaves as two planes of pairs, (0, 4), (1, 5) and (2, 6), (3, 7); one of FP8 as (0, 2),
+    (1, 3). A tile is 16 words of a row, four per lane. In STEPS order a tile lies as the tensor core numbers K, else as lanes hold it.
     """
-    if FORMAT == "fp4":
-        return (k & ~127) | ((k & 2) << 5) | ((k & 120) >> 1) | ((k & 1) << 1) | ((k & 4) >> 2)
-    elif FORMAT == "fp8":
-        return (k & ~3) | ((k & 1) << 1) | ((k & 2) >> 1)
+    if FORMAT == "plain":
+        c = k >> 3 & 3
+        pair = k >> 1 & 3
+        return (k & ~31) | (pair << 3 | c << 1 | (k & 1) if STEPS else k & 31)
     else:
-        return k
+        if FORMAT == "fp4":
+            rest = (k & ~127) | (k << 5 & 64)
+            word = k >> 3
+            pair = k & 1
+            value = k >> 2 & 1
+        else:
+            rest = k & ~63
+            word = k >> 2
+            pair = k & 1
+            value = k >> 1 & 1
+        c = word >> 2 & 3
+        half = word >> 1 & 1
+        if STEPS:
+            return rest | half << 5 | (word & 1) << 4 | pair << 3 | c << 1 | value
+        else:
+            return rest | c << 4 | half << 3 | (word & 1) << 2 | pair << 1 | value
 
 
 @triton.jit
@@ -232,168 +255,220 @@ def rounded(x, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, quan
     return tl.reshape(tiles, (ROWS, WIDTH))
 
 
-# Unpacking
+# Weights as operands
+
+
+@triton.constexpr_function
+def row_words(columns: int, format: str) -> int:
+    """32-bit words of a row of weights."""
+    return columns // {"fp4": 8, "fp8": 4, "plain": 2}[format]
+
 
 FP4_ASM = tl.constexpr("""
 {
-.reg .b32 m, s;
-shl.b32 m, $4, 6; and.b32 m, m, 0x01C001C0; shl.b32 s, $4, 12; lop3.b32 m, s, 0x80008000, m, 0xEA; mul.rn.bf16x2 $0, m, $5;
-shl.b32 m, $4, 2; and.b32 m, m, 0x01C001C0; shl.b32 s, $4, 8; lop3.b32 m, s, 0x80008000, m, 0xEA; mul.rn.bf16x2 $1, m, $5;
-shr.b32 m, $4, 2; and.b32 m, m, 0x01C001C0; shl.b32 s, $4, 4; lop3.b32 m, s, 0x80008000, m, 0xEA; mul.rn.bf16x2 $2, m, $5;
-shr.b32 m, $4, 6; and.b32 m, m, 0x01C001C0; lop3.b32 m, $4, 0x80008000, m, 0xEA; mul.rn.bf16x2 $3, m, $5;
+.reg .b32 m, s, o;
+shl.b32 m, $8, 6; and.b32 m, m, 0x01C001C0; shl.b32 s, $8, 12; lop3.b32 m, s, 0x80008000, m, 0xEA;
+mul.rn.bf16x2 o, m, $9; mov.b32 {$0, $1}, o;
+shl.b32 m, $8, 2; and.b32 m, m, 0x01C001C0; shl.b32 s, $8, 8; lop3.b32 m, s, 0x80008000, m, 0xEA;
+mul.rn.bf16x2 o, m, $9; mov.b32 {$2, $3}, o;
+shr.b32 m, $8, 2; and.b32 m, m, 0x01C001C0; shl.b32 s, $8, 4; lop3.b32 m, s, 0x80008000, m, 0xEA;
+mul.rn.bf16x2 o, m, $9; mov.b32 {$4, $5}, o;
+shr.b32 m, $8, 6; and.b32 m, m, 0x01C001C0; lop3.b32 m, $8, 0x80008000, m, 0xEA;
+mul.rn.bf16x2 o, m, $9; mov.b32 {$6, $7}, o;
 }
 """)
 FP8_ASM = tl.constexpr("""
 {
-.reg .b32 m, s;
-shl.b32 m, $2, 4; and.b32 m, m, 0x07F007F0; shl.b32 s, $2, 8; lop3.b32 m, s, 0x80008000, m, 0xEA; mul.rn.bf16x2 $0, m, $3;
-shr.b32 m, $2, 4; and.b32 m, m, 0x07F007F0; lop3.b32 m, $2, 0x80008000, m, 0xEA; mul.rn.bf16x2 $1, m, $3;
+.reg .b32 m, s, o;
+shl.b32 m, $4, 4; and.b32 m, m, 0x07F007F0; shl.b32 s, $4, 8; lop3.b32 m, s, 0x80008000, m, 0xEA;
+mul.rn.bf16x2 o, m, $5; mov.b32 {$0, $1}, o;
+shr.b32 m, $4, 4; and.b32 m, m, 0x07F007F0; lop3.b32 m, $4, 0x80008000, m, 0xEA;
+mul.rn.bf16x2 o, m, $5; mov.b32 {$2, $3}, o;
 }
 """)
+FP4_BITS = tl.constexpr(126)  # the placed bits of a code are its value times 2^-126
+FP8_BITS = tl.constexpr(120)
 
 
 @triton.jit
-def scale_pairs(word, shift, FORMAT: tl.constexpr):
-    """Byte at bit `shift` of a word of e8m0 scales -> int32, two equal bf16 2^(byte - 127 - 32 + bias of the placed bits)."""
-    FIELD: tl.constexpr = (126 if FORMAT == "fp4" else 120) - 32
-    return ((word >> shift) & 0xFF) * 0x00800080 + FIELD * 0x00800080
+def _scale_pairs(word, shift, BITS: tl.constexpr):
+    """The byte at bit `shift` of a word of e8m0 scales -> int32, two equal bf16 2^(byte - 127 - 32 + BITS)."""
+    return ((word >> shift) & 0xFF) * 0x00800080 + (BITS - 32) * 0x00800080
 
 
 @triton.jit
-def _scale_value(pairs, BIAS: tl.constexpr):
-    return power_of_two(((pairs & 0x7FFF) >> 7) - 127 - BIAS)
-
-
-@triton.jit
-def unpack_fp4(codes, pairs):
-    """codes uint8 [R, c, 4 w], pairs int32 of the same shape -> two planes bf16 of that shape, in the order of `place`."""
+def _unpack_fp4(words, pairs):
+    """int32 words and scale pairs -> the eight values bf16 of each word, as pairs (0, 4), (1, 5), (2, 6), (3, 7)."""
     if INTERPRETED:
-        R: tl.constexpr = codes.shape[0]
-        C: tl.constexpr = codes.shape[1]
-        W: tl.constexpr = codes.shape[2] // 4
-        first, second = tl.split(tl.reshape(codes, (R, C, W, 2, 2)))  # bytes 0, 2 and 1, 3 of each word
-        scale = _scale_value(pairs, 126)
-        return _nibbles(first, codes.shape, scale), _nibbles(second, codes.shape, scale)
+        scale = power_of_two(((pairs & 0x7FFF) >> 7) - 127 - FP4_BITS)
+        values = ()
+        for k in tl.static_range(8):
+            values = values + (to_bf16(e2m1_values((words >> ((k % 2) * 16 + k // 2 * 4)) & 15) * scale),)
+        return values
     else:
         return tl.inline_asm_elementwise(
-            FP4_ASM, "=r,=r,=r,=r,r,r,r,r,r", [codes, pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
+            FP4_ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, pairs],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
-def _nibbles(codes, SHAPE: tl.constexpr, scale):
-    both = tl.join(e2m1_values(codes & 15), e2m1_values(codes >> 4))  # [R, c, w, 2 bytes, 2 nibbles]
-    return to_bf16(tl.reshape(tl.permute(both, (0, 1, 2, 4, 3)), SHAPE) * scale)
-
-
-@triton.jit
-def unpack_fp8(codes, pairs):
-    """codes uint8 [R, c, 4 w] -> bf16 of that shape, in the order of `place`."""
+def _unpack_fp8(words, pairs):
+    """int32 words and scale pairs -> the four values bf16 of each word, as pairs (0, 2), (1, 3)."""
     if INTERPRETED:
-        R: tl.constexpr = codes.shape[0]
-        C: tl.constexpr = codes.shape[1]
-        W: tl.constexpr = codes.shape[2] // 4
-        words = tl.permute(tl.reshape(e4m3_values(codes), (R, C, W, 2, 2)), (0, 1, 2, 4, 3))
-        return to_bf16(tl.reshape(words, codes.shape) * _scale_value(pairs, 120))
+        scale = power_of_two(((pairs & 0x7FFF) >> 7) - 127 - FP8_BITS)
+        values = ()
+        for k in tl.static_range(4):
+            values = values + (to_bf16(e4m3_values(((words >> ((k % 2) * 16 + k // 2 * 8)) & 255).to(tl.uint8)) * scale),)
+        return values
     else:
-        return tl.inline_asm_elementwise(FP8_ASM, "=r,=r,r,r,r,r,r", [codes, pairs], dtype=tl.bfloat16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(
+            FP8_ASM, "=h,=h,=h,=h,r,r", [words, pairs], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
+            pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _unpack_plain(words):
+    """int32 words -> their two bf16 values."""
+    low = (words & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return low, (words >> 16 & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _tile(a, b, c, d, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """Values (a, b), (c, d) of words [ROWS, 16] -> bf16 [ROWS, 64].
+
+    Nothing moves: a lane's four words are the operand's values for this lane once rows, of which a warp holds eight at a time, are
+    numbered so that a warp's next eight follow, and K is numbered (half, word, pair, lane, value), with one warp (half, pair, lane,
+    word, value), as Triton gives the two kinds of tensor-core product two or four consecutive values per lane.
+    """
+    both = tl.join(tl.join(a, c), tl.join(b, d))  # [ROWS, 16, pair, value]
+    bits = tl.reshape(
+        both, (ROWS // (16 * WARPS), 2, WARPS, 8, 4, 2, 2, 2, 2)
+    )  # [.., half of 16 rows, warp, row, lane, half, word, ..]
+    if WARPS == 1:
+        return tl.reshape(tl.permute(bits, (0, 2, 1, 3, 5, 7, 4, 6, 8)), (ROWS, 64))
+    else:
+        return tl.reshape(tl.permute(bits, (0, 2, 1, 3, 5, 6, 7, 4, 8)), (ROWS, 64))
+
+
+@triton.jit
+def _plain_tile(a, b, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """Values (a, b) of words [ROWS, 16] -> bf16 [ROWS, 32], K numbered (word, lane, value)."""
+    bits = tl.reshape(tl.join(a, b), (ROWS // (16 * WARPS), 2, WARPS, 8, 4, 4, 2))
+    return tl.reshape(tl.permute(bits, (0, 2, 1, 3, 5, 4, 6)), (ROWS, 32))
+
+
+@triton.jit
+def _operand_row(index, WARPS: tl.constexpr):
+    """Row `index` of a tile in memory -> its row in `_tile`."""
+    return index // (16 * WARPS) * (16 * WARPS) + index // 8 % WARPS * 16 + index // (8 * WARPS) % 2 * 8 + index % 8
+
+
+@triton.jit
+def _scales(word, part: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr):
+    """Scale words [ROWS] of 128 columns -> pairs [ROWS, 16] of part `part` of them."""
+    lane = tl.arange(0, 4)[None, :]
+    if FORMAT == "fp4":
+        pairs = _scale_pairs(word[:, None], 8 * lane, FP4_BITS)
+    else:
+        pairs = _scale_pairs(word[:, None], 8 * (2 * part + lane // 2), FP8_BITS)
+    return tl.reshape(tl.broadcast_to(pairs[:, :, None], (ROWS, 4, 4)), (ROWS, 16))
 
 
 # Products of few tokens: operands straight from memory
 
-# A lane's 16 bytes are the third to the last of the axes (chunk c of four, then bits of the value's place); the tensor core takes four
-# values per lane and K step of 32, so K is numbered (high bit, pair, c, word, value).
-
 
 @triton.jit
-def _weight_operand(x, ROWS: tl.constexpr):
-    bits = tl.reshape(x, (ROWS, 4, 2, 2, 2, 2))  # c, half, word, pair, value
-    return tl.reshape(tl.permute(bits, (0, 2, 4, 1, 3, 5)), (ROWS, 64))
-
-
-@triton.jit
-def _input_operand(x, live, TOKENS: tl.constexpr):
-    """x: pointers [TOKENS, 1] to 64 values -> [64, TOKENS] in the order of `_weight_operand`."""
+def _input_tile(x, live, TOKENS: tl.constexpr):
+    """x: pointers [TOKENS, 1] to 64 values in the order of lanes -> [64, TOKENS] as `_tile` numbers K."""
     k = tl.arange(0, 32)[None, :]
     low = tl.load(x + (k // 8 * 16 + k % 8), mask=live, other=0.0)
     high = tl.load(x + (k // 8 * 16 + k % 8 + 8), mask=live, other=0.0)
-    both = tl.join(tl.reshape(low, (TOKENS, 4, 2, 2, 2)), tl.reshape(high, (TOKENS, 4, 2, 2, 2)))  # c, word, pair, value, half
+    both = tl.join(tl.reshape(low, (TOKENS, 4, 2, 2, 2)), tl.reshape(high, (TOKENS, 4, 2, 2, 2)))  # lane, word, pair, value, half
     return tl.trans(tl.reshape(tl.permute(both, (0, 5, 3, 1, 2, 4)), (TOKENS, 64)))
 
 
 @triton.jit
-def _plain_operand(x, ROWS: tl.constexpr):
-    """[ROWS, 32] bf16, 16 bytes per lane -> K numbered (pair, c, value)."""
-    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, 4, 4, 2)), (0, 2, 1, 3)), (ROWS, 32))
+def _plain_input_tile(x, live, TOKENS: tl.constexpr):
+    """x: pointers [TOKENS, 32] -> [32, TOKENS] as `_plain_tile` numbers K."""
+    raw = tl.reshape(tl.load(x, mask=live, other=0.0), (TOKENS, 4, 4, 2))
+    return tl.trans(tl.reshape(tl.permute(raw, (0, 2, 1, 3)), (TOKENS, 32)))
 
 
 @triton.jit
-def _load_weights(w, s, at, TILES: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr):
-    """Raw weights and scale words of CHUNKS steps of 128 columns from column 128 `at`; w: a tuple of pointers [16, 1], s: [16]."""
+def _load_weights(w, s, row, gap, at, K, TILES, CHUNKS, FORMAT):
+    """Words and scale words of CHUNKS steps of 128 columns, from step `at`; tile t has the rows `row` + t `gap` of the matrix at w."""
+    WORDS: tl.constexpr = row_words(K, FORMAT)
     PARTS: tl.constexpr = 1 if FORMAT == "fp4" else 2 if FORMAT == "fp8" else 4
-    WIDTH: tl.constexpr = 32 if FORMAT == "plain" else 64
-    column = tl.arange(0, WIDTH)[None, :] + at * (WIDTH * PARTS)
-    data, words = (), ()
+    column = tl.arange(0, 16)[None, :] + at * (16 * PARTS)
+    data, scales = (), ()
     for chunk in tl.static_range(CHUNKS):
         for tile in tl.static_range(TILES):
             for part in tl.static_range(PARTS):
-                data = data + (tl.load(w[tile] + column + (chunk * PARTS + part) * WIDTH),)
+                data = data + (tl.load(w + (row + tile * gap)[:, None] * WORDS + column + (chunk * PARTS + part) * 16),)
             if FORMAT != "plain":
-                words = words + (tl.load(s[tile] + at + chunk),)
-    return data, words
+                scales = scales + (tl.load(s + (row + tile * gap) * (K // 128) + at + chunk),)
+    return data, scales
 
 
 @triton.jit
-def _multiply(
-    sums, data, words, x, live, TILES: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+def _multiply(sums, data, scales, x, live, TILES, CHUNKS, FORMAT, TOKENS):
     """sums: a tuple of fp32 [16, TOKENS], one per tile, plus what `_load_weights` gave times the input at pointers x [TOKENS, 1]."""
     PARTS: tl.constexpr = 1 if FORMAT == "fp4" else 2 if FORMAT == "fp8" else 4
-    lane = tl.arange(0, 4)[None, :]
     for chunk in tl.static_range(CHUNKS):
         inputs = ()
         for part in tl.static_range(4 if FORMAT == "plain" else 2):
             if FORMAT == "plain":
-                raw = tl.load(x + (chunk * 128 + part * 32) + tl.arange(0, 32)[None, :], mask=live, other=0.0)
-                inputs = inputs + (tl.trans(_plain_operand(raw, TOKENS)),)
+                inputs = inputs + (_plain_input_tile(x + (chunk * 128 + part * 32) + tl.arange(0, 32)[None, :], live, TOKENS),)
             else:
-                inputs = inputs + (_input_operand(x + (chunk * 128 + part * 64), live, TOKENS),)
+                inputs = inputs + (_input_tile(x + (chunk * 128 + part * 64), live, TOKENS),)
         new = ()
         for tile in tl.static_range(TILES):
             acc = sums[tile]
             for part in tl.static_range(PARTS):
-                raw = data[(chunk * TILES + tile) * PARTS + part]
+                words = data[(chunk * TILES + tile) * PARTS + part]
                 if FORMAT == "plain":
-                    acc = tl.dot(_plain_operand(raw, 16), inputs[part], acc)
+                    a, b = _unpack_plain(words)
+                    acc = tl.dot(_plain_tile(a, b, 16, 1), inputs[part], acc)
                 else:
-                    shift = 8 * lane if FORMAT == "fp4" else 8 * (2 * part + lane // 2)
-                    pairs = scale_pairs(words[chunk * TILES + tile][:, None], shift, FORMAT)  # [16, 4]
-                    codes = tl.reshape(raw, (16, 4, 16))
-                    pairs = tl.broadcast_to(pairs[:, :, None], (16, 4, 16))
+                    pairs = _scales(scales[chunk * TILES + tile], part, 16, FORMAT)
                     if FORMAT == "fp4":
-                        low, high = unpack_fp4(codes, pairs)
-                        acc = tl.dot(_weight_operand(low, 16), inputs[0], acc)
-                        acc = tl.dot(_weight_operand(high, 16), inputs[1], acc)
+                        v = _unpack_fp4(words, pairs)
+                        acc = tl.dot(_tile(v[0], v[1], v[2], v[3], 16, 1), inputs[0], acc)
+                        acc = tl.dot(_tile(v[4], v[5], v[6], v[7], 16, 1), inputs[1], acc)
                     else:
-                        acc = tl.dot(_weight_operand(unpack_fp8(codes, pairs), 16), inputs[part], acc)
+                        v = _unpack_fp8(words, pairs)
+                        acc = tl.dot(_tile(v[0], v[1], v[2], v[3], 16, 1), inputs[part], acc)
             new = new + (acc,)
         sums = new
     return sums
 
 
 @triton.jit
-def _products(
-    w, s, x, live, STEPS: tl.constexpr, TILES: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """TILES products of 16 rows of weights with the input's rows -> a tuple of fp32 [16, TOKENS]; the next loads run ahead."""
+def _zeros(TILES, TOKENS):
     sums = ()
     for _ in tl.static_range(TILES):
         sums = sums + (tl.zeros((16, TOKENS), tl.float32),)
-    data, words = _load_weights(w, s, 0, TILES, CHUNKS, FORMAT)
+    return sums
+
+
+@triton.jit
+def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS):
+    """Products of the input's rows with TILES times 16 rows of weights, those of tile t are `row` + t `gap` of the matrix at w.
+
+    Returns a tuple of fp32 [16, TOKENS]. The loads of the next step run ahead.
+    """
+    STEPS: tl.constexpr = K // 128 // CHUNKS
+    sums = _zeros(TILES, TOKENS)
+    data, scales = _load_weights(w, s, row, gap, 0, K, TILES, CHUNKS, FORMAT)
     for step in range(STEPS):
-        later, later_words = _load_weights(w, s, tl.minimum(step + 1, STEPS - 1) * CHUNKS, TILES, CHUNKS, FORMAT)
-        sums = _multiply(sums, data, words, x + step * (CHUNKS * 128), live, TILES, CHUNKS, FORMAT, TOKENS)
-        data, words = later, later_words
+        ahead = tl.minimum(step + 1, STEPS - 1) * CHUNKS
+        later, later_scales = _load_weights(w, s, row, gap, ahead, K, TILES, CHUNKS, FORMAT)
+        sums = _multiply(sums, data, scales, x + step * (CHUNKS * 128), live, TILES, CHUNKS, FORMAT, TOKENS)
+        data, scales = later, later_scales
     return sums
 
 
@@ -403,32 +478,30 @@ def _products(
 @triton.jit
 def _product(
     w, s, x, live, K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
-    """w: pointers [ROWS, 1], s: [ROWS], x: [TOKENS, 1] -> fp32 [ROWS, TOKENS]."""
-    half = tl.arange(0, 64)[None, :]
-    group = tl.arange(0, 4)[None, :]
+    """w: pointers [ROWS, 1], s: [ROWS], x: [TOKENS, 1], in the order of steps -> fp32 [ROWS, TOKENS]."""
+    word = tl.arange(0, 16)[None, :]
+    column = tl.arange(0, 32 if FORMAT == "plain" else 64)[None, :]
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     for step in tl.range(K // 128, num_stages=STAGES):
-        first = tl.trans(tl.load(x + step * 128 + half, mask=live, other=0.0))
-        second = tl.trans(tl.load(x + step * 128 + 64 + half, mask=live, other=0.0))
-        if FORMAT == "plain":
-            acc = tl.dot(tl.load(w + step * 128 + half), first, acc)
-            acc = tl.dot(tl.load(w + step * 128 + 64 + half), second, acc)
+        if FORMAT == "fp4":
+            first = tl.trans(tl.load(x + step * 128 + column, mask=live, other=0.0))
+            second = tl.trans(tl.load(x + step * 128 + 64 + column, mask=live, other=0.0))
+            v = _unpack_fp4(tl.load(w + step * 16 + word), _scales(tl.load(s + step), 0, ROWS, FORMAT))
+            acc = tl.dot(_tile(v[0], v[1], v[2], v[3], ROWS, WARPS), first, acc)
+            acc = tl.dot(_tile(v[4], v[5], v[6], v[7], ROWS, WARPS), second, acc)
+        elif FORMAT == "fp8":
+            scale = tl.load(s + step)
+            for part in tl.static_range(2):
+                here = tl.trans(tl.load(x + step * 128 + part * 64 + column, mask=live, other=0.0))
+                v = _unpack_fp8(tl.load(w + step * 32 + part * 16 + word), _scales(scale, part, ROWS, FORMAT))
+                acc = tl.dot(_tile(v[0], v[1], v[2], v[3], ROWS, WARPS), here, acc)
         else:
-            word = tl.load(s + step)[:, None]
-            if FORMAT == "fp4":
-                codes = tl.reshape(tl.load(w + step * 64 + half), (ROWS, 4, 16))
-                pairs = tl.broadcast_to(scale_pairs(word, 8 * group, "fp4")[:, :, None], (ROWS, 4, 16))
-                low, high = unpack_fp4(codes, pairs)
-                acc = tl.dot(tl.reshape(low, (ROWS, 64)), first, acc)
-                acc = tl.dot(tl.reshape(high, (ROWS, 64)), second, acc)
-            else:
-                for part in tl.static_range(2):
-                    codes = tl.reshape(tl.load(w + step * 128 + part * 64 + half), (ROWS, 4, 16))
-                    pairs = scale_pairs(word, 8 * (2 * part + group // 2), "fp8")
-                    pairs = tl.broadcast_to(pairs[:, :, None], (ROWS, 4, 16))
-                    values = tl.reshape(unpack_fp8(codes, pairs), (ROWS, 64))
-                    acc = tl.dot(values, first if part == 0 else second, acc)
+            for part in tl.static_range(4):
+                here = tl.trans(tl.load(x + step * 128 + part * 32 + column, mask=live, other=0.0))
+                a, b = _unpack_plain(tl.load(w + step * 64 + part * 16 + word))
+                acc = tl.dot(_plain_tile(a, b, ROWS, WARPS), here, acc)
     return acc
 
 
@@ -447,6 +520,25 @@ def _softplus(z):
     return tl.where(z > 20.0, z, tl.maximum(z, 0.0) + 2.0 * a * series)
 
 
+@triton.jit
+def _add_logits(total, gate, x, start, live, D, DP, EP, PARTS, TILES, TOKENS):
+    """Add the products of 256 columns from `start` to a tuple of fp32 [16, TOKENS]; gate: pointers [16, 16] to words of them."""
+    sums = _zeros(TILES, TOKENS)
+    for part in tl.static_range(PARTS):
+        for column in tl.static_range(0, 256, 32):
+            at = start + column + tl.arange(0, 32)[None, :]
+            operand = _plain_input_tile(x + at, live if D == DP else live & (at < D), TOKENS)
+            new = ()
+            for tile in tl.static_range(TILES):
+                a, b = _unpack_plain(tl.load(gate + (part * EP + tile * 16) * (DP // 2) + column // 2))
+                new = new + (tl.dot(_plain_tile(a, b, 16, 1), operand, sums[tile]),)
+            sums = new
+    new = ()
+    for tile in tl.static_range(TILES):
+        new = new + (total[tile] + sums[tile],)
+    return new
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def moe_logits(
     x, gate, partials, tokens, inverse_temperature,
@@ -455,36 +547,20 @@ def moe_logits(
 ):  # fmt: skip
     """Router logits in steps of 256 columns: RUN steps are added up in order here, the others by `moe_route`.
 
-    x bf16 [T, D]; gate bf16 [PARTS, EP, DP] -> partials fp32 [DP / 256 / RUN, T, EP].
+    x bf16 [T, D]; gate bf16 [PARTS, EP, DP] as int32 pairs -> partials fp32 [DP / 256 / RUN, T, EP].
     """
     expert = tl.program_id(0) * (16 * TILES)
     run = tl.program_id(1)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     live = (token < tokens)[:, None]
     row = tl.arange(0, 16)
-    total = ()
-    for _ in tl.static_range(TILES):
-        total = total + (tl.zeros((16, TOKENS), tl.float32),)
+    total = _zeros(TILES, TOKENS)
+    rows = gate + (expert + row)[:, None] * (DP // 2) + tl.arange(0, 16)[None, :]
     for step in range(RUN):
         start = (run * RUN + step) * 256
-        sums = ()
-        for _ in tl.static_range(TILES):
-            sums = sums + (tl.zeros((16, TOKENS), tl.float32),)
-        for part in tl.static_range(PARTS):
-            for column in tl.static_range(0, 256, 32):
-                at = start + column + tl.arange(0, 32)[None, :]
-                kept = live if D == DP else live & (at < D)
-                raw = tl.load(x + token.to(tl.int64)[:, None] * D + at, mask=kept, other=0.0)
-                operand = tl.trans(_plain_operand(raw, TOKENS))
-                new = ()
-                for tile in tl.static_range(TILES):
-                    weights = tl.load(gate + (part * EP + expert + tile * 16 + row)[:, None] * DP + at)
-                    new = new + (tl.dot(_plain_operand(weights, 16), operand, sums[tile]),)
-                sums = new
-        new = ()
-        for tile in tl.static_range(TILES):
-            new = new + (total[tile] + sums[tile],)
-        total = new
+        total = _add_logits(
+            total, rows + start // 2, x + token.to(tl.int64)[:, None] * D, start, live, D, DP, EP, PARTS, TILES, TOKENS
+        )
     here = partials + (run.to(tl.int64) * tokens + token[None, :]) * EP + expert
     for tile in tl.static_range(TILES):
         tl.store(here + tile * 16 + row[:, None], total[tile] * inverse_temperature, mask=(token < tokens)[None, :])
@@ -494,7 +570,7 @@ def moe_logits(
 def moe_route(
     partials, bias, tid2eid, token_ids, x, experts, weights, inputs, tokens, scale,
     E: tl.constexpr, EP: tl.constexpr, STRIDE: tl.constexpr, RUNS: tl.constexpr, CHOICES: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+    DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """One token per program: its experts int32 [T, k] and weights fp32 [T, k], and its input on the products' grid, bf16 [T, DP].
 
@@ -507,9 +583,9 @@ def moe_route(
     for run in tl.static_range(1, RUNS):
         z += tl.load(here + run * tokens.to(tl.int64) * STRIDE, mask=expert < E, other=0.0)
     identity = tl.load(token_ids + token)
-    _store_input(x + token * D, inputs + token * DP, D, DP, WIDTH, quant, TILE, FORMAT)
+    _store_input(x + token * D, inputs + token * DP, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
     scores = tl.sqrt_rn(_softplus(z))
-    taken = tl.arange(0, CHOICES_PADDED(CHOICES))
+    taken = tl.arange(0, padded_choices(CHOICES))
     chosen = tl.full(taken.shape, -1, tl.int32)
     values = tl.zeros(taken.shape, tl.float32)
     total = 0.0
@@ -532,27 +608,29 @@ def moe_route(
 
 
 @triton.constexpr_function
-def CHOICES_PADDED(choices: int) -> int:
+def padded_choices(choices: int) -> int:
     return triton.next_power_of_2(choices)
 
 
 @triton.jit
 def _store_input(
     x, inputs, D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     for start in tl.static_range(0, DP, WIDTH):
         k = start + tl.arange(0, WIDTH)[None, :]
         raw = to_fp32(tl.load(x + k, mask=k < D, other=0.0))
-        tl.store(inputs + place(k, FORMAT), to_bf16(rounded(raw, TILE, 1, WIDTH, quant)), mask=k < DP)
+        tl.store(inputs + place(k, FORMAT, STEPS), to_bf16(rounded(raw, TILE, 1, WIDTH, quant)), mask=k < DP)
 
 
 @triton.jit
 def moe_input(
     x, inputs, D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     """The input of the shared expert: x [T, D] -> bf16 [T, DP] on the products' grid and in their order."""
     token = tl.program_id(0).to(tl.int64)
-    _store_input(x + token * D, inputs + token * DP, D, DP, WIDTH, quant, TILE, FORMAT)
+    _store_input(x + token * D, inputs + token * DP, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
 
 
 @triton.jit(do_not_specialize=["choices", "blocks"])
@@ -650,8 +728,8 @@ def moe_up(
         token = choice // CHOICES
         weight = tl.load(weights + choice, mask=kept, other=0.0)[None, :]
     x = inputs + token.to(tl.int64)[:, None] * K
-    ELEMENTS: tl.constexpr = K // 2 if FORMAT == "fp4" else K
-    w += expert.to(tl.int64) * (2 * I * ELEMENTS) if plan is not None else 0
+    WORDS: tl.constexpr = row_words(K, FORMAT)
+    w += expert.to(tl.int64) * (2 * I * WORDS) if plan is not None else 0
     if FORMAT != "plain":
         s += expert.to(tl.int64) * (2 * I * (K // 128)) if plan is not None else 0
     BIAS: tl.constexpr = 1.0 if FORMAT == "plain" else 2.0**32
@@ -659,23 +737,19 @@ def moe_up(
     if WARPS == 1:
         row = tl.arange(0, 16)
         row = first + row % 8 + row // 8 * I
-        data, scales = (), ()
-        for tile in tl.static_range(ROWS // 16):
-            data = data + (w + (row + tile * 8)[:, None] * ELEMENTS,)
-            scales = scales + (s if FORMAT == "plain" else s + (row + tile * 8) * (K // 128),)
-        sums = _products(data, scales, x, kept[:, None], K // 128 // CHUNKS, ROWS // 16, CHUNKS, FORMAT, TOKENS)
+        sums = _products(w, s, row, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS)
         for tile in tl.static_range(ROWS // 16):
             value = _swiglu(sums[tile] * BIAS, weight, limit, 8, TOKENS)
             column = first + tile * 8 + tl.arange(0, 8)[:, None]
-            tl.store(to_hidden + place(column, OUT), value, mask=kept[None, :])
+            tl.store(to_hidden + place(column, OUT, WARPS > 1), value, mask=kept[None, :])
     else:
-        row = tl.arange(0, ROWS)
+        row = _operand_row(tl.arange(0, ROWS), WARPS)
         row = first + row // 16 * 8 + row % 8 + row // 8 % 2 * I
         scales = s if FORMAT == "plain" else s + row * (K // 128)
-        acc = _product(w + row[:, None] * ELEMENTS, scales, x, kept[:, None], K, ROWS, TOKENS, FORMAT, CHUNKS)
+        acc = _product(w + row[:, None] * WORDS, scales, x, kept[:, None], K, ROWS, TOKENS, FORMAT, CHUNKS, WARPS)
         value = _swiglu(acc * BIAS, weight, limit, ROWS // 2, TOKENS)
         column = first + tl.arange(0, ROWS // 2)[:, None]
-        tl.store(to_hidden + place(column, OUT), value, mask=kept[None, :])
+        tl.store(to_hidden + place(column, OUT, WARPS > 1), value, mask=kept[None, :])
     if quant is not None:
         SPAN: tl.constexpr = max(TILE, ROWS // 2)
         tl.debug_barrier()
@@ -684,10 +758,10 @@ def moe_up(
             counter = arrivals + tl.program_id(1) * (I // SPAN) + first // SPAN
             ready = tl.atomic_add(counter, 1, sem="acq_rel") == SPAN // (ROWS // 2) - 1
         if ready:
-            column = first // SPAN * SPAN + tl.arange(0, SPAN)[None, :]
-            values = hidden + places.to(tl.int64)[:, None] * I + place(column, OUT)
-            raw = to_fp32(tl.load(values, mask=kept[:, None], other=0.0))
-            tl.store(values, to_bf16(rounded(raw, TILE, TOKENS, SPAN, quant)), mask=kept[:, None])
+            span = first // SPAN * SPAN + tl.arange(0, SPAN)[None, :]
+            here = hidden + places.to(tl.int64)[:, None] * I + place(span, OUT, WARPS > 1)
+            raw = to_fp32(tl.load(here, mask=kept[:, None], other=0.0))
+            tl.store(here, to_bf16(rounded(raw, TILE, TOKENS, SPAN, quant)), mask=kept[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])
@@ -705,26 +779,22 @@ def moe_down(
     kept = places < end
     choice = places if plan is None else tl.load(order + places, mask=kept, other=0)
     x = hidden + places.to(tl.int64)[:, None] * K
-    ELEMENTS: tl.constexpr = K // 2 if FORMAT == "fp4" else K
-    w += expert.to(tl.int64) * (N * ELEMENTS) if plan is not None else 0
+    WORDS: tl.constexpr = row_words(K, FORMAT)
+    w += expert.to(tl.int64) * (N * WORDS) if plan is not None else 0
     if FORMAT != "plain":
         s += expert.to(tl.int64) * (N * (K // 128)) if plan is not None else 0
     BIAS: tl.constexpr = 1.0 if FORMAT == "plain" else 2.0**32
     to_output = outputs + choice.to(tl.int64)[None, :] * N + first
     if WARPS == 1:
         row = first + tl.arange(0, 16)
-        data, scales = (), ()
-        for tile in tl.static_range(ROWS // 16):
-            data = data + (w + (row + tile * 16)[:, None] * ELEMENTS,)
-            scales = scales + (s if FORMAT == "plain" else s + (row + tile * 16) * (K // 128),)
-        sums = _products(data, scales, x, kept[:, None], K // 128 // CHUNKS, ROWS // 16, CHUNKS, FORMAT, TOKENS)
+        sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS)
         for tile in tl.static_range(ROWS // 16):
             value = to_bf16(sums[tile] * BIAS)
             tl.store(to_output + tile * 16 + tl.arange(0, 16)[:, None], value, mask=kept[None, :])
     else:
-        row = first + tl.arange(0, ROWS)
+        row = first + _operand_row(tl.arange(0, ROWS), WARPS)
         scales = s if FORMAT == "plain" else s + row * (K // 128)
-        acc = _product(w + row[:, None] * ELEMENTS, scales, x, kept[:, None], K, ROWS, TOKENS, FORMAT, CHUNKS)
+        acc = _product(w + row[:, None] * WORDS, scales, x, kept[:, None], K, ROWS, TOKENS, FORMAT, CHUNKS, WARPS)
         tl.store(to_output + tl.arange(0, ROWS)[:, None], to_bf16(acc * BIAS), mask=kept[None, :])
 
 
@@ -733,7 +803,7 @@ def moe_sum(
     outputs, experts, shared, token_ids, out, first,
     E: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out bf16 [T, D]: the outputs of a token's choices in their order, then the shared expert's, in fp32."""
+    """out bf16 or fp32 [T, D]: the outputs of a token's choices in their order, then the shared expert's if given, in fp32."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     kept = column < D
@@ -742,8 +812,9 @@ def moe_sum(
         expert = tl.load(experts + token * CHOICES + j) - first
         here = kept & (expert >= 0) & (expert < E)
         total += to_fp32(tl.load(outputs + (token * CHOICES + j) * N + column, mask=here, other=0.0))
-    live = kept & (tl.load(token_ids + token) >= 0)
-    total += to_fp32(tl.load(shared + token * N + column, mask=live, other=0.0))
+    if shared is not None:
+        live = kept & (tl.load(token_ids + token) >= 0)
+        total += to_fp32(tl.load(shared + token * N + column, mask=live, other=0.0))
     store_like(out + token * D + column, total, mask=kept)
 
 
@@ -759,10 +830,15 @@ class Choice:
     inputs: Tensor  # bf16 [T, DP], as `w13` takes them
 
 
-def moe(x: Tensor, token_ids: Tensor, experts: KernelExperts, *, config: MoeConfig | None = None) -> Tensor:
+def moe(
+    x: Tensor, token_ids: Tensor, experts: KernelExperts, *, batch_invariant: bool = False, config: MoeConfig | None = None
+) -> Tensor:
     """`abyssal.ops.moe.expert_layer` for bf16: x [T, D], token_ids int [T] -> bf16 [T, D].
 
     A token id below 0 marks a row that only fills up the batch: it touches no expert and gives zeros.
+
+    Args:
+        batch_invariant: a token's bits do not depend on the other tokens.
 
     Raises:
         TypeError, ValueError: x or token_ids are not of these kinds.
@@ -770,8 +846,9 @@ def moe(x: Tensor, token_ids: Tensor, experts: KernelExperts, *, config: MoeConf
     _check(x, token_ids, experts)
     if len(x) == 0:
         return torch.empty_like(x)
-    shared = shared_expert(x, experts)
-    return moe_total(routed_experts(route(x, token_ids, experts), experts, config=config), shared, token_ids, x.shape[1])
+    config = config or moe_config(len(x) * experts.k, experts.w13.shape[0], batch_invariant)
+    shared = shared_expert(x, experts, moe_config(len(x), 1, batch_invariant))
+    return moe_total(routed_experts(route(x, token_ids, experts, config), experts, config), shared, token_ids, x.shape[1])
 
 
 def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
@@ -783,7 +860,7 @@ def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
         raise ValueError(f"token_ids is {token_ids.dtype} {tuple(token_ids.shape)}, expected int [{len(x)}]")
 
 
-def route(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Choice:
+def route(x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfig) -> Choice:
     """Choose experts, and round the input to the grid of the experts' first product: two launches."""
     tokens, dim = x.shape
     parts, padded, width = experts.gate.shape
@@ -792,7 +869,7 @@ def route(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Choice:
     runs, tiles, block = (steps, 1, 8) if few else (1, 4, 64)
     partials = torch.empty(runs, tokens, padded, dtype=torch.float32, device=x.device)
     moe_logits[(padded // (16 * tiles), runs, triton.cdiv(tokens, block))](
-        x, experts.gate, partials, tokens, 1 / experts.temperature, D=dim, DP=width, EP=padded, PARTS=parts, TILES=tiles,
+        x, experts.gate.view(torch.int32), partials, tokens, 1 / experts.temperature, D=dim, DP=width, EP=padded, PARTS=parts, TILES=tiles,
         TOKENS=block, RUN=steps // runs, num_warps=1, num_stages=1,
     )  # fmt: skip
     chosen = torch.empty(tokens, experts.k, dtype=torch.int32, device=x.device)
@@ -802,17 +879,17 @@ def route(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Choice:
     moe_route[(tokens,)](
         partials, experts.bias, experts.tid2eid, token_ids, x, chosen, weights, inputs, tokens, experts.scale,
         E=experts.num_experts, EP=triton.next_power_of_2(padded), STRIDE=padded, RUNS=runs, CHOICES=experts.k,
-        **_input_constants(dim, experts.w13), num_warps=4,
+        **_input_constants(dim, experts.w13, config.up), num_warps=4,
     )  # fmt: skip
     return Choice(chosen, weights, inputs)
 
 
-def _input_constants(dim: int, weight: KernelWeight) -> dict[str, Any]:
+def _input_constants(dim: int, weight: KernelWeight, config: ProductConfig) -> dict[str, Any]:
     columns = weight.shape[2]
     quant = None if weight.tile is None else Grid(columns, "e4m3", weight.tile, "ue8m0")
     return {
         "D": dim, "DP": columns, "WIDTH": min(1024, columns & -columns), "quant": quant, "TILE": weight.tile or 1,
-        "FORMAT": weight.format,
+        "FORMAT": weight.format, "STEPS": config.warps > 1,
     }  # fmt: skip
 
 
@@ -824,7 +901,7 @@ class Routed:
     count: int
 
 
-def routed_experts(choice: Choice, experts: KernelExperts, *, first: int = 0, config: MoeConfig | None = None) -> Routed:
+def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *, first: int = 0) -> Routed:
     """The outputs of all choices: three launches.
 
     Args:
@@ -834,9 +911,8 @@ def routed_experts(choice: Choice, experts: KernelExperts, *, first: int = 0, co
     choices = tokens * k
     count, _, columns = experts.w13.shape
     _, rows, inner = experts.w2.shape
-    config = config or moe_config(choices, count)
     up, down = _fitting(config.up, columns), _fitting(config.down, inner)
-    assert up.block_tokens == down.block_tokens, f"{config}: the products share their blocks of tokens"
+    assert (up.block_tokens, up.warps) == (down.block_tokens, down.warps), f"{config}: the products share their blocks of tokens"
     blocks = num_blocks(choices, count, up.block_tokens)
     device = choice.inputs.device
     tile = experts.w2.tile
@@ -856,15 +932,14 @@ def routed_experts(choice: Choice, experts: KernelExperts, *, first: int = 0, co
     return Routed(outputs, choice.experts, first, count)
 
 
-def shared_expert(x: Tensor, experts: KernelExperts, *, config: MoeConfig | None = None) -> Tensor:
+def shared_expert(x: Tensor, experts: KernelExperts, config: MoeConfig) -> Tensor:
     """The shared expert of all tokens: bf16 [T, N], N padded; three launches, which may run beside the routed experts."""
     tokens, dim = x.shape
     w13, w2 = experts.shared_w13, experts.shared_w2
     _, rows, inner = w2.shape
-    config = config or moe_config(tokens, 1)
     up, down = _fitting(config.up, w13.shape[2]), _fitting(config.down, inner)
     inputs = torch.empty(tokens, w13.shape[2], dtype=torch.bfloat16, device=x.device)
-    moe_input[(tokens,)](x, inputs, **_input_constants(dim, w13), num_warps=4)
+    moe_input[(tokens,)](x, inputs, **_input_constants(dim, w13, up), num_warps=4)
     hidden = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
     outputs = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
     blocks = triton.cdiv(tokens, up.block_tokens)
@@ -874,16 +949,51 @@ def shared_expert(x: Tensor, experts: KernelExperts, *, config: MoeConfig | None
     return outputs
 
 
-def moe_total(routed: Routed, shared: Tensor, token_ids: Tensor, dim: int) -> Tensor:
-    """bf16 [T, D]: the sum of the chosen experts' outputs and the shared expert's."""
+def moe_total(routed: Routed, shared: Tensor | None, token_ids: Tensor | None, dim: int) -> Tensor:
+    """The sum of the chosen experts' outputs and the shared expert's, bf16 [T, D]; without that, fp32: a part of a sum."""
     tokens, k = routed.experts.shape
-    out = torch.empty(tokens, dim, dtype=torch.bfloat16, device=shared.device)
+    dtype = torch.float32 if shared is None else torch.bfloat16
+    out = torch.empty(tokens, dim, dtype=dtype, device=routed.outputs.device)
     width = min(1024, triton.next_power_of_2(dim))
     moe_sum[(tokens, triton.cdiv(dim, width))](
-        routed.outputs, routed.experts, shared, token_ids, out, routed.first, E=routed.count, N=shared.shape[1], D=dim, CHOICES=k,
+        routed.outputs, routed.experts, shared, token_ids, out, routed.first, E=routed.count, N=routed.outputs.shape[1], D=dim, CHOICES=k,
         WIDTH=width, num_warps=4,
     )  # fmt: skip
     return out
+
+
+# Where several ranks share out the experts
+
+
+def choices_of(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
+    """`abyssal.ops.moe.route` for bf16: x [T, D], token_ids int [T] -> experts int32 [T, k], weights fp32 [T, k]."""
+    _check(x, token_ids, experts)
+    if len(x) == 0:
+        empty = torch.empty(0, experts.k, dtype=torch.int32, device=x.device)
+        return empty, empty.float()
+    choice = route(x, token_ids, experts, moe_config(len(x) * experts.k, experts.num_experts))
+    return choice.experts, choice.weights
+
+
+def part_of_experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int, *, config: MoeConfig | None = None
+) -> Tensor:
+    """`abyssal.ops.moe.moe` for bf16: x [T, D], chosen int32 [T, k], weights fp32 [T, k] -> fp32 [T, D], of the experts that are here."""
+    tokens, dim = x.shape
+    if tokens == 0:
+        return torch.empty(0, dim, dtype=torch.float32, device=x.device)
+    here = experts.w13.shape[0]
+    config = config or moe_config(tokens * experts.k * here // experts.num_experts, here)
+    inputs = torch.empty(tokens, experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
+    moe_input[(tokens,)](x, inputs, **_input_constants(dim, experts.w13, config.up), num_warps=4)
+    return moe_total(routed_experts(Choice(chosen, weights, inputs), experts, config, first=first), None, None, dim)
+
+
+def shared_part(x: Tensor, experts: KernelExperts) -> Tensor:
+    """`abyssal.ops.moe.shared_expert` for bf16: x [T, D] -> bf16 [T, D]."""
+    if len(x) == 0:
+        return torch.empty_like(x)
+    return shared_expert(x, experts, moe_config(len(x), 1))[:, : x.shape[1]]
 
 
 def _fitting(config: ProductConfig, columns: int) -> ProductConfig:
@@ -910,7 +1020,7 @@ def _up(
     plan, order, weights = routing
     blocks = len(counters)
     moe_up[(rows // config.block_rows, blocks)](
-        inputs, w13.data, w13.scale, plan, order, weights, hidden, counters, choices, blocks, limit, K=columns, I=rows // 2,
+        inputs, w13.words, w13.scale, plan, order, weights, hidden, counters, choices, blocks, limit, K=columns, I=rows // 2,
         CHOICES=k, TOKENS=config.block_tokens, ROWS=config.block_rows, CHUNKS=config.chunks, WARPS=config.warps, FORMAT=w13.format,
         OUT=w2.format, quant=quant, TILE=w2.tile or 1, num_warps=config.warps, num_stages=1,
     )  # fmt: skip
@@ -928,6 +1038,99 @@ def _down(
     plan, order = routing
     blocks = triton.cdiv(choices, config.block_tokens) if plan is None else plan.shape[1]
     moe_down[(rows // config.block_rows, blocks)](
-        hidden, w2.data, w2.scale, plan, order, outputs, choices, blocks, K=columns, N=rows, TOKENS=config.block_tokens,
+        hidden, w2.words, w2.scale, plan, order, outputs, choices, blocks, K=columns, N=rows, TOKENS=config.block_tokens,
         ROWS=config.block_rows, CHUNKS=config.chunks, WARPS=config.warps, FORMAT=w2.format, num_warps=config.warps, num_stages=1,
     )  # fmt: skip
+
+
+def aot_cases() -> list[AotCase]:
+    flash, v41 = (4096, 2048, 256, 128), (5120, 2304, 384, 32)  # D, I, E, tile of the input's grid
+    few, more, many, most = (ProductConfig(*c) for c in ((8, 16, 2, 1), (16, 32, 2, 1), (64, 128, 3, 4), (128, 128, 3, 8)))
+    cases = []
+    for name, sizes, format, configs in (
+        ("v4 fp4", flash, "fp4", (few, more, many, most)),
+        ("v4.1 fp4", v41, "fp4", (few, most)),
+        ("v4 fp8", flash, "fp8", (few, most)),
+        ("v4.1 fp8", v41, "fp8", (few,)),
+        ("v4 plain", flash, "plain", (few, many)),
+    ):
+        for config in configs:
+            cases += _product_cases(name, sizes, format, config)
+    for name, (dim, _, experts, tile) in (("v4", flash), ("v4.1", v41)):
+        cases += _routing_cases(name, dim, experts, tile)
+    return cases
+
+
+def _product_cases(name: str, sizes: tuple[int, int, int, int], format: str, config: ProductConfig) -> list[AotCase]:
+    dim, inner, _, tile = sizes
+    shared = format == "fp8"
+    signature = {
+        "inputs": "*bf16", "w": "*i32", "s": "*i32", "plan": "*i32", "order": "*i32", "weights": "*fp32", "hidden": "*bf16",
+        "arrivals": "*i32", "outputs": "*bf16", "tokens": "i32", "blocks": "i32", "limit": "fp32",
+    }  # fmt: skip
+    absent = (("s",) if format == "plain" else ()) + (("plan", "order", "weights") if shared else ())
+    constants = dict.fromkeys(absent) | {
+        "TOKENS": config.block_tokens, "ROWS": config.block_rows, "CHUNKS": config.chunks, "WARPS": config.warps, "FORMAT": format,
+    }  # fmt: skip
+    up = {
+        "K": dim, "I": inner, "CHOICES": 1 if shared else 6, "OUT": format, "quant": Grid(inner, "e4m3", tile, "ue8m0"), "TILE": tile,
+    }  # fmt: skip
+    text = f"{name} {config.block_tokens}x{config.block_rows} warps {config.warps}"
+    pointers = tuple(n for n, kind in signature.items() if kind[0] == "*" and n not in absent)
+    launch: dict[str, Any] = {"num_warps": config.warps, "num_stages": 1}
+    return [
+        AotCase(
+            f"moe_up {text}", moe_up, {n: k for n, k in signature.items() if n not in absent and n != "outputs"}, constants | up,
+            aligned=tuple(n for n in pointers if n != "outputs"), **launch,
+        ),
+        AotCase(
+            f"moe_down {text}", moe_down,
+            {n: k for n, k in signature.items() if n in ("w", "s", "plan", "order", "hidden", "outputs", "tokens", "blocks") and n not in absent},
+            {n: v for n, v in constants.items() if n != "weights"} | {"K": inner, "N": dim},
+            aligned=tuple(n for n in pointers if n in ("w", "s", "plan", "order", "hidden", "outputs")), **launch,
+        ),
+    ]  # fmt: skip
+
+
+def _routing_cases(name: str, dim: int, experts: int, tile: int) -> list[AotCase]:
+    steps, padded = dim // GATE_STEP.value, triton.next_power_of_2(experts)
+    quant = Grid(dim, "e4m3", tile, "ue8m0")
+    store = {"D": dim, "DP": dim, "WIDTH": 1024, "quant": quant, "TILE": tile, "FORMAT": "fp4", "STEPS": False}
+    route = {
+        "partials": "*fp32", "bias": "*fp32", "tid2eid": "*i32", "token_ids": "*i64", "x": "*bf16", "experts": "*i32",
+        "weights": "*fp32", "inputs": "*bf16", "tokens": "i32", "scale": "fp32",
+    }  # fmt: skip
+    cases = [
+        AotCase(
+            f"moe_logits {name} {tokens}", moe_logits,
+            {"x": "*bf16", "gate": "*i32", "partials": "*fp32", "tokens": "i32", "inverse_temperature": "fp32"},
+            {"D": dim, "DP": dim, "EP": experts, "PARTS": 1, "TILES": tiles, "TOKENS": tokens, "RUN": run},
+            num_warps=1, num_stages=1, aligned=("x", "gate", "partials"),
+        )
+        for tokens, tiles, run in ((8, 1, 1), (64, 4, steps))
+    ]  # fmt: skip
+    for kind, absent in (("scored", "tid2eid"), ("hashed", "bias")):
+        constants = {"E": experts, "EP": padded, "STRIDE": experts, "RUNS": steps, "CHOICES": 6, absent: None} | store
+        signature = {n: k for n, k in route.items() if n != absent}
+        cases.append(AotCase(f"moe_route {name} {kind}", moe_route, signature, constants, aligned=("partials", "x", "inputs")))
+    cases.append(AotCase(f"moe_input {name}", moe_input, {"x": "*bf16", "inputs": "*bf16"}, store, aligned=("x", "inputs")))
+    plan = {
+        "experts": "*i32",
+        "order": "*i32",
+        "plan": "*i32",
+        "arrivals": "*i32",
+        "choices": "i32",
+        "blocks": "i32",
+        "first": "i32",
+    }
+    for block, span, warps in ((8, 512, 4), (128, 4096, 8)):
+        constants = {"E": experts, "EP": padded, "BLOCK": block, "SPAN": span, "ARRIVALS": 16}
+        cases.append(
+            AotCase(f"moe_plan {name} {block}", moe_plan, plan, constants, num_warps=warps, aligned=("experts", "order", "plan"))
+        )
+    total = {"outputs": "*bf16", "experts": "*i32", "shared": "*bf16", "token_ids": "*i64", "out": "*bf16", "first": "i32"}
+    constants = {"E": experts, "N": dim, "D": dim, "CHOICES": 6, "WIDTH": 1024}
+    cases.append(AotCase(f"moe_sum {name}", moe_sum, total, constants, aligned=("outputs", "shared", "out")))
+    part = {"outputs": "*bf16", "experts": "*i32", "out": "*fp32", "first": "i32"}
+    constants |= {"shared": None, "token_ids": None}
+    return [*cases, AotCase(f"moe_sum {name} part", moe_sum, part, constants, aligned=("outputs", "out"))]

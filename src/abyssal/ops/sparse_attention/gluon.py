@@ -205,7 +205,7 @@ def attend_kernel(
     else:
         out_rows = partial_out + (part * H + first_head) * D
         out_stride = D
-        gdc_launch_dependents()  # `combine_kernel` waits for this kernel's end by itself
+    gdc_launch_dependents()  # what follows waits for this kernel's end by itself
     gl.warp_specialize(
         [
             (
@@ -282,7 +282,7 @@ def weigh_and_add(
     mbarrier.arrive(p_full.index(2))
     gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=rows < heads)
     if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-        store_half(acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), out_rows, out_stride, heads)
+        store_half(acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), left, out_rows, out_stride, heads)
 
 
 @gluon.jit
@@ -342,16 +342,20 @@ def add_right(
 
     mbarrier.wait(p_full.index(2), 0)
     if not PARTIAL or blocks > 0:
-        store_half(acc, factors.index(2).load(gl.SliceLayout(1, OUTPUT)), out_rows + HALF, out_stride, heads)
+        store_half(acc, factors.index(2).load(gl.SliceLayout(1, OUTPUT)), right, out_rows + HALF, out_stride, heads)
 
 
 @gluon.jit
-def store_half(acc, factor, out_rows, out_stride, heads):
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
-    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT)), 0)
-    places = gl.expand_dims(out_rows + rows * out_stride, 1) + columns
-    result = (acc * gl.expand_dims(factor, 1)).to(out_rows.dtype.element_ty)
-    gl.store(places, result, mask=gl.expand_dims(rows < heads, 1))
+def store_half(acc, factor, keys, out_rows, out_stride, heads):
+    """Write one half of the output, through the shared memory of the keys: whole rows leave at once."""
+    TYPE: gl.constexpr = out_rows.dtype.element_ty
+    STAGE: gl.constexpr = gl.NVMMASharedLayout(128, TYPE.primitive_bitwidth, rank=2)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 128 // TYPE.primitive_bitwidth], [1, 32], [4, 1], [1, 0])
+    stage = keys._reinterpret(TYPE, [64, HALF], STAGE)
+    stage.store((acc * gl.expand_dims(factor, 1)).to(TYPE))
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
+    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS)), 0)
+    gl.store(gl.expand_dims(out_rows + rows * out_stride, 1) + columns, stage.load(ROWS), mask=gl.expand_dims(rows < heads, 1))
 
 
 @gluon.jit
@@ -369,19 +373,17 @@ def bring_blocks(
     where = locate(first, block_slots(first, lists), pools, bias.index(0), WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
     slots = block_slots(first + 1, lists)
     if WINDOW.grid is None:
-        for block in range(first, last + 1):
+        for block in range(first, last):
             done = block - first
-            if block < last:
-                mbarrier.wait(k_empty.index(done % 2), done // 2 % 2 ^ 1)
-                copy_records(where, keys, done % 2)
-                where = locate(
-                    block + 1, slots, pools, bias.index((done + 1) % 4), WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE
-                )
-                slots = block_slots(block + 2, lists)
-            async_copy.commit_group()
-            if done > 0:
-                async_copy.wait_group(1)
-                mbarrier.arrive(k_full.index((done + 1) % 2))
+            half = done % 2
+            mbarrier.wait(k_empty.index(half), done // 2 % 2 ^ 1)
+            copy_records(where, keys, half)
+            async_copy.mbarrier_arrive(k_full.index(half))
+            where = locate(
+                block + 1, slots, pools, bias.index((done + 1) % 4), WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE
+            )
+            slots = block_slots(block + 2, lists)
+            mbarrier.arrive(k_full.index(half))
     else:
         part0 = load_part(0, where, WINDOW, ENTRIES)
         part1 = load_part(1, where, WINDOW, ENTRIES)

@@ -254,21 +254,23 @@ def combine_kernel(
     token, head = tl.program_id(0) // H, tl.program_id(0) % H
     first = token.to(tl.int64) * count * H + head
     n = tl.arange(0, BLOCK)
+    d = tl.arange(0, D)
+    rows = partial_out + (first + n * H)[:, None] * D + d
+    b_out = tl.load(rows, mask=(n < count)[:, None], other=0.0)  # before the weights are known; parts without keys hold anything
     tops = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, count, BLOCK):
         b_lse = tl.load(partial_lse + first + (start + n) * H, mask=start + n < count, other=float("-inf"))
         tops = tl.maximum(tops, b_lse)
     top = tl.max(tops, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    d = tl.arange(0, D)
     acc, totals = tl.zeros([D], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, count, BLOCK):
         parts = start + n
         weight = tl.exp2(tl.load(partial_lse + first + parts * H, mask=parts < count, other=float("-inf")) - base)
-        rows = partial_out + (first + parts * H) * D
-        b_out = tl.load(rows[:, None] + d, mask=(parts < count)[:, None], other=0.0)  # parts without keys hold anything
         acc += tl.sum(tl.where((weight > 0)[:, None], b_out * weight[:, None], 0.0), axis=0)
         totals += weight
+        rows += BLOCK * H * D
+        b_out = tl.load(rows, mask=(parts + BLOCK < count)[:, None], other=0.0)
     total = tl.sum(totals, axis=0)
     b_lse = base + tl.log2(total)
     share = sink_share(b_lse, tl.load(sink + head)) / tl.where(total > 0, total, 1.0)

@@ -1,0 +1,51 @@
+"""Small launches of every kernel of the expert layer: `compute-sanitizer python -m bench.ops.sanitize_moe`."""
+
+from __future__ import annotations
+
+import torch
+
+from abyssal.ops.linear import LinearWeight
+from abyssal.ops.moe import ExpertLayer
+from abyssal.ops.moe.triton import MoeConfig, ProductConfig, moe, prepare_experts
+
+DIM, INNER, EXPERTS, K = 256, 128, 5, 2
+CONFIGS = [
+    MoeConfig(ProductConfig(*c), ProductConfig(*c)) for c in ((8, 16, 1, 1), (16, 32, 1, 1), (64, 128, 3, 4), (128, 128, 3, 8))
+]
+
+
+def weight(rows: int, columns: int, format: str, experts: int | None = EXPERTS) -> LinearWeight:
+    lead = () if experts is None else (experts,)
+    if format == "plain":
+        return LinearWeight(torch.randn(*lead, rows, columns, device="cuda").bfloat16(), None, "plain", None, 32)
+    block = (1, 32) if format == "fp4" else (32, 32)
+    width = columns // 2 if format == "fp4" else columns
+    data = torch.empty(*lead, rows, width, dtype=torch.uint8, device="cuda").random_(0, 120)
+    scale = torch.full((*lead, rows // block[0], columns // block[1]), 118, dtype=torch.uint8, device="cuda")
+    stored = data if format == "fp4" else data.view(torch.float8_e4m3fn)
+    return LinearWeight(stored, scale, "fp4" if format == "fp4" else "fp8", block, 32)
+
+
+def main() -> None:
+    for format, shared in (("fp4", "fp8"), ("fp8", "plain"), ("plain", "fp8")):
+        for hashed in (False, True):
+            ids = torch.randint(0, EXPERTS, (16, K), dtype=torch.int32, device="cuda")
+            layer = prepare_experts(
+                ExpertLayer(
+                    gate=torch.randn(EXPERTS, DIM, device="cuda"), bias=None if hashed else torch.randn(EXPERTS, device="cuda"),
+                    tid2eid=ids if hashed else None, w13=weight(2 * INNER, DIM, format), w2=weight(DIM, INNER, format),
+                    shared_w1=weight(INNER, DIM, shared, None), shared_w3=weight(INNER, DIM, shared, None),
+                    shared_w2=weight(DIM, INNER, shared, None), k=K, scale=1.5, temperature=1.0, limit=10.0,
+                )
+            )  # fmt: skip
+            for config in CONFIGS:
+                for tokens in (1, 9, 70):
+                    x = torch.randn(tokens, DIM, device="cuda").bfloat16()
+                    token_ids = torch.randint(-1, 16, (tokens,), device="cuda")
+                    assert moe(x, token_ids, layer, config=config).isfinite().all()
+    torch.cuda.synchronize()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Decode steps replayed as CUDA graphs: bit for bit the same step launched op by op, and near each sequence computed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from abyssal import LLM, SamplingParams
+from abyssal.engine.decoder import Decoder
+from abyssal.engine.engine import Engine
+from abyssal.engine.request import EngineRequest
+from abyssal.kv.pool import NO_PAGE
+from tests.engine.test_engine import assert_drained, drain
+from tests.support.stepping import Side
+
+pytestmark = pytest.mark.gpu
+BACKENDS = ("hopper", "triton")
+LENGTHS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    63,
+    64,
+    65,
+    100,
+    126,
+    127,
+    128,
+    129,
+    130,
+    131,
+    132,
+    200,
+    255,
+    256,
+    257,
+    300,
+    384,
+    511,
+    512,
+    513,
+)
+LENGTHS += (640, 700, 1000, 1300)
+OPTIONS = {"device": "cuda", "kv_cache_bytes": 1 << 30, "max_num_batched_tokens": 8192}
+Documents = Callable[[int], list[dict[str, Tensor]]]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def without_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Steps keep their fixed shapes from here on, but are launched op by op."""
+    yield lambda: monkeypatch.setattr(Decoder, "_captured", lambda *_: None)
+
+
+def prompts(recall: Documents) -> list[list[int]]:
+    ids = recall(2048)[0]["input_ids"].tolist()
+    return [ids[i : i + n] for i, n in enumerate(LENGTHS)]
+
+
+def kl(logits: Tensor, other: Tensor) -> Tensor:
+    a, b = logits.log_softmax(-1), other.log_softmax(-1)
+    return (a.exp() * (a - b)).sum(-1)
+
+
+def test_a_replay_is_the_step(backend: str, recall: Documents, without_graphs: Callable[[], None]) -> None:
+    """Batches of every size up to 33, of sequences of all lengths; each step computes other sequences than the one before."""
+    every = [*prompts(recall), [5]]
+    tokens = [prompt + [7] * 12 for prompt in every]
+    sides = [Side("tiny", tokens, backend=backend, max_num_seqs=40, **OPTIONS) for _ in range(2)]
+    steps: list[list[dict[tuple[int, int], Tensor]]] = []
+    for side in sides:
+        assert side.runner.decoder is not None and side.llm.engine.config.enable_cuda_graphs
+        side.step([len(prompt) - 1 for prompt in every])  # the first and the last have nothing computed yet
+        steps.append([])
+        for count in (1, 33, 2, 3, 32, 17, 9, 33, 31, 16, 8):
+            first = (7 * count) % 33
+            chosen = {(first + i) % 33 for i in range(count)}
+            steps[-1].append(side.step([int(i in chosen) for i in range(33)]))
+        without_graphs()
+    for number, (replayed, launched) in enumerate(zip(*steps, strict=True)):
+        assert replayed.keys() == launched.keys()
+        for key, logits in replayed.items():
+            assert logits.isfinite().all() and torch.equal(logits, launched[key]), (number, key)
+    for (bucket, pool), other in zip(sides[0].cache.pools.items(), sides[1].cache.pools.values(), strict=True):
+        assert not pool.data[NO_PAGE].any() and torch.equal(pool.data, other.data), bucket
+    for side in sides:
+        side.llm.close()
+
+
+def test_32_requests_together_under_graphs_are_as_likely_as_alone_without(backend: str, recall: Documents) -> None:
+    """Teacher-forced over 24 steps; each alone is computed by ordinary steps."""
+    every = prompts(recall)
+    tokens = [prompt + recall(2048)[1]["input_ids"].tolist()[i : i + 24] for i, prompt in enumerate(every)]
+    together = Side("tiny", tokens, backend=backend, max_num_seqs=32, **OPTIONS)
+    rows = together.step([len(prompt) for prompt in every])
+    for _ in range(24):
+        rows |= together.step([1] * 32)
+    together.llm.close()
+    divergences = []
+    with LLM("tiny", backend=backend, enable_cuda_graphs=False, **OPTIONS) as llm:
+        assert llm.engine.runner.decoder is None
+        for i, ids in enumerate(tokens):
+            alone = llm.logits(ids, [len(every[i]), *[1] * 24])[len(every[i]) :]
+            divergences.append(kl(alone, torch.stack([rows[i, p] for p in range(len(every[i]), len(ids))])))
+    means = torch.stack([d.mean() for d in divergences])
+    print(means.max(), means.mean())
+    assert means.mean() < 0.005, means
+
+
+def test_over_the_edge_of_a_shape(backend: str, recall: Documents) -> None:
+    """Steps that fill the shape of 8192 tokens and go on in the next, beside a short sequence."""
+    ids = recall(8192)[0]["input_ids"].tolist()
+    long = (ids + recall(2048)[0]["input_ids"].tolist())[: 8192 + 6]
+    side = Side("tiny", [long, ids[:300]], backend=backend, max_num_seqs=4, **OPTIONS)
+    assert side.runner.decoder is not None and side.runner.decoder.capacities[0] == 8192
+    side.step([8184, 280])
+    rows: dict[tuple[int, int], Tensor] = {}
+    for _ in range(14):
+        rows |= side.step([1, 1])
+    assert {capacity for _, capacity in side.runner.decoder._graphs} == {8192, 32768}
+    side.llm.close()
+    with LLM("tiny", backend=backend, enable_cuda_graphs=False, **OPTIONS) as llm:
+        for i, tokens, start in ((0, long, 8184), (1, ids[:294], 280)):
+            alone = llm.logits(tokens, [start, *[1] * (len(tokens) - start)], list(range(start, len(tokens))))
+            there = torch.stack([rows[i, p] for p in range(start, len(tokens))])
+            assert kl(alone, there).mean() < 0.005, (i, kl(alone, there))
+
+
+def answers(eng: Engine, requests: dict[str, tuple[list[int], SamplingParams]], aborted: dict[int, str]) -> dict[str, list[int]]:
+    for name, (ids, params) in requests.items():
+        eng.add(EngineRequest(name, ids, params))
+    got = drain(eng, lambda step: eng.abort(aborted[step]) if step in aborted else None)
+    eng.step()
+    assert_drained(eng)
+    assert all(not pool.data[NO_PAGE].any() for pool in eng.cache.pools.values())
+    return got
+
+
+def test_steps_launched_ahead_with_aborts(backend: str, recall: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampled requests, all of one length of answer: the same tokens as where each step is waited for."""
+    every = prompts(recall)
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40}]
+    requests = {
+        f"r{i}": (ids, SamplingParams(seed=i, max_tokens=64, ignore_eos=True, **kinds[i % 3])) for i, ids in enumerate(every)
+    }
+    with LLM("tiny", backend=backend, max_num_seqs=32, enable_prefix_caching=False, **OPTIONS) as llm:
+        ahead = answers(llm.engine, requests, {})
+        monkeypatch.setattr(Engine, "_can_fly", lambda *_: False)
+        assert answers(llm.engine, requests, {}) == ahead and all(len(tokens) == 64 for tokens in ahead.values())
+        monkeypatch.undo()
+        doomed = {20: "r3", 30: "r31", 31: "r0", 40: "r17"}
+        got = answers(llm.engine, requests, doomed)
+        for name, tokens in got.items():
+            assert len(tokens) < 64 if name in doomed.values() else len(tokens) == 64
+
+
+def test_stops_at_any_time(backend: str, recall: Documents) -> None:
+    """Answers of many lengths, more requests than rows: each ends where it does without graphs, as far as numbers agree."""
+    every = prompts(recall)
+    requests = {
+        f"r{i}": (ids, SamplingParams(temperature=0, max_tokens=1 + i, ignore_eos=i % 2 == 0)) for i, ids in enumerate(every)
+    }
+    with LLM("tiny", backend=backend, max_num_seqs=7, **OPTIONS) as llm:
+        got = answers_with_prefix(llm.engine, requests)
+    assert got.keys() == requests.keys()
+    for name, (_, params) in requests.items():
+        assert len(got[name]) == params.max_tokens or not params.ignore_eos
+
+
+def answers_with_prefix(eng: Engine, requests: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, list[int]]:
+    """Twice, the second time from the prefix index: it may hold pages, and nothing else does at the end."""
+    for _ in range(2):
+        for name, (ids, params) in requests.items():
+            eng.add(EngineRequest(name, ids, params))
+        got = drain(eng)
+        stats = eng.stats()
+        assert stats.pages_free == stats.pages_total and not any(stats.pages_by_kind.values())
+    return got
