@@ -66,8 +66,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for routing in ("one", "prefix", "random"):
-        if routing != "one":  # one replica per CPU that Ray counts, also where there are fewer
-            cpus = max(args.replicas + 1, os.cpu_count() or 1)
+        if routing != "one" and "RAY_ADDRESS" not in os.environ:  # a replica counts as one CPU, also where there are fewer
+            cpus = args.replicas + 1
             ray.init(num_cpus=cpus, log_to_driver=False, include_dashboard=False, configure_logging=False)
         rows.append(asyncio.run(measure(routing, args.replicas, args.sessions, args.turns)))
         against = rows[-1]["reused_tokens"] / rows[0]["reused_tokens"]

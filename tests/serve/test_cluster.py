@@ -37,7 +37,8 @@ async def start(config: EngineConfig) -> Any:
 
     from abyssal.serve.cluster import ClusterClient
 
-    ray.init(num_cpus=REPLICAS + 1, log_to_driver=False, include_dashboard=False, configure_logging=False)
+    if "RAY_ADDRESS" not in os.environ:  # a replica counts as one CPU, also where there are fewer
+        ray.init(num_cpus=REPLICAS + 1, log_to_driver=False, include_dashboard=False, configure_logging=False)
     return await ClusterClient.start(config, REPLICAS)
 
 
