@@ -208,9 +208,23 @@ class ServerConfig:
     thinking: str = option(
         "auto", "thinking when a request does not say; auto asks the checkpoint", choices=("auto", "on", "off")
     )
+    prefill_engines: int = option(
+        0, "engines, a GPU each, that compute prompts only and hand them to decode_engines; 0: one engine does both", low=0
+    )
+    decode_engines: int = option(1, "engines, a GPU each, beside prefill_engines", low=1)
+    ray: bool = option(
+        False, "run the engines as replicas on a Ray cluster: the one that RAY_ADDRESS names, or one of this machine"
+    )
+    replicas: int = option(1, "engines on the Ray cluster, each of dp*tp GPUs of one node", low=1)
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.replicas > 1 and not self.ray:
+            raise ConfigError(f"replicas={self.replicas} needs ray; on this machine alone dp does the same")
+        if self.ray and self.prefill_engines:
+            raise ConfigError("ray and prefill_engines do not go together; leave one out")
+        if self.decode_engines > 1 and self.prefill_engines == 0:
+            raise ConfigError(f"decode_engines={self.decode_engines} needs prefill_engines of at least 1")
 
 
 # What `auto` means, by device and family. Compressed and index layouts follow from the KV layout.

@@ -248,6 +248,10 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._sequences or self._landed)
 
+    def poll_ms(self) -> int | None:
+        """Milliseconds that whoever steps the engine may wait for messages before the next step; None: for as long as none comes."""
+        return 0 if self._sequences or self._landed else None
+
     def step(self) -> list[RequestUpdate]:
         """Compute one batch and report what each request got.
 

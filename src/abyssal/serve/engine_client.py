@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,11 @@ class EngineClient:
 
     def __init__(self, config: EngineConfig, processes: RankProcesses, ready: Ready) -> None:
         leaders = ready[:: config.tp]
-        self.info: EngineInfo = _common_info([event.info for event in leaders])
+        self.info: EngineInfo = common_info([event.info for event in leaders])
         self.death: str | None = None  # why the engine is gone
         self.num_aborted = 0
+        self.on_note: Callable[[wire.RoomNote | wire.PartNote], None] = lambda _: None
+        self.on_death: Callable[[str], None] = lambda _: None
         self._mesh = Mesh.of(config)
         self._processes = processes
         self._stats = [event.stats for event in leaders]  # of every replica, as of its latest step
@@ -62,18 +64,21 @@ class EngineClient:
         self._tasks = [asyncio.create_task(task) for task in (*receivers, self._watch())]
 
     @classmethod
-    async def start(cls, config: EngineConfig, engine: str = "abyssal.engine.engine:Engine") -> EngineClient:
+    async def start(
+        cls, config: EngineConfig, engine: str = "abyssal.engine.engine:Engine", place: wire.Place | None = None
+    ) -> EngineClient:
         """Start the processes and wait until their model is loaded.
 
         Args:
             engine: class to run, as `module:name`; it has the interface of `Engine`.
+            place: among engines that hand sequences over; None: it hands nothing over.
 
         Raises:
             AbyssalError: it could not start; the message is the engine's own.
         """
         if config.dp * config.tp > 1:
             _check_ranks(config)
-        processes = RankProcesses(config, engine)
+        processes = RankProcesses(config, engine, place)
         try:
             return cls(config, processes, await processes.ready())
         except BaseException:
@@ -88,10 +93,15 @@ class EngineClient:
 
     @property
     def stats(self) -> EngineStats:
-        return self._stats[0] if len(self._stats) == 1 else _total(self._stats)
+        return self._stats[0] if len(self._stats) == 1 else total_stats(self._stats)
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestUpdate]:
+    async def generate(
+        self, request: EngineRequest, command: wire.AddFor | wire.Expect | None = None
+    ) -> AsyncGenerator[RequestUpdate]:
         """Updates of one request until it ends. Leaving the loop early drops the request: close the generator to be sure when.
+
+        Args:
+            command: how to queue it; None: as one that this engine computes from its first token to its last.
 
         Raises:
             EngineDeadError: the engine is gone.
@@ -103,7 +113,7 @@ class EngineClient:
         self._loads[replica] += 1
         ended = False
         try:
-            self._hand_out(wire.Add(request), replica)
+            self._hand_out(command or wire.Add(request), replica)
             while not ended:
                 update = await queue.get()
                 if update is None:
@@ -136,13 +146,17 @@ class EngineClient:
             raise RequestError(scored.error, param=scored.param)
         return torch.frombuffer(bytearray(scored.logits), dtype=torch.float32).view(len(rows), self.info.model_vocab_size)
 
+    def pass_on(self, note: wire.RoomNote | wire.PartNote) -> None:
+        """A note of another engine."""
+        self._send(note, 0)
+
     async def close(self) -> None:
         """End the engine processes; open requests end with `EngineDeadError`."""
         for task in self._tasks:
             task.cancel()
         for replica in range(self._mesh.dp):
             self._send(wire.Stop(), replica)
-        self._die("the server is shutting down")
+        self.die("the server is shutting down")
         await asyncio.to_thread(self._processes.end)
         self._processes.clean_up()
 
@@ -153,7 +167,7 @@ class EngineClient:
         self._router.sent(replica, token_ids, salt)
         return replica
 
-    def _hand_out(self, command: wire.Add | wire.Score, replica: int) -> None:
+    def _hand_out(self, command: wire.Add | wire.AddFor | wire.Expect | wire.Score, replica: int) -> None:
         """Give `command` to a replica, and wake those that share its experts: they count what is handed out, see `RankComm.idle`."""
         self._send(command, replica)
         if self._mesh.in_step:
@@ -176,16 +190,18 @@ class EngineClient:
                 self._take(wire.decode_event(await self._processes.sockets[rank].recv()), rank // self._mesh.tp)
         except Exception as error:  # whatever it is, nobody may wait for ever
             log.exception("a message of the engine process cannot be used")
-            self._die(f"its messages cannot be used: {error}")
+            self.die(f"its messages cannot be used: {error}")
 
     def _take(self, event: wire.Event, replica: int) -> None:
         if isinstance(event, wire.Dead):
-            self._die(event.reason)
+            self.die(event.reason)
         elif isinstance(event, wire.Scored):
             if not (answer := self._scores[replica].popleft()).done():  # who asked may have left
                 answer.set_result(event)
         elif isinstance(event, wire.Progress):
             self._stats[replica] = event.stats
+            for note in event.notes:
+                self.on_note(note)
             for update in event.updates:
                 if (queue := self._queues.get(update.request_id)) is not None:
                     queue.put_nowait(update)
@@ -194,10 +210,11 @@ class EngineClient:
         """Notice a process that ends without a word; without it the others cannot go on."""
         while (reason := self._processes.ended()) is None:
             await asyncio.sleep(0.1)
-        self._die(reason)
+        self.die(reason)
         self._processes.kill()
 
-    def _die(self, reason: str) -> None:
+    def die(self, reason: str) -> None:
+        """The engine is gone or of no use any more: every open request ends with `EngineDeadError`."""
         if self.death is None:
             self.death = reason
             for queue in self._queues.values():
@@ -205,12 +222,13 @@ class EngineClient:
             for answer in (answer for answers in self._scores for answer in answers):
                 if not answer.done():
                     answer.set_result(None)
+            self.on_death(reason)
 
 
 class RankProcesses:
     """The engine processes of one front, by rank, and its sockets to them."""
 
-    def __init__(self, config: EngineConfig, engine: str) -> None:
+    def __init__(self, config: EngineConfig, engine: str, place: wire.Place | None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="abyssal-"))  # readable by this user only
         self.sockets: list[zmq.asyncio.Socket] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -233,7 +251,7 @@ class RankProcesses:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             self.processes.append(process)
             assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(config) + b"\n")
+            process.stdin.write(msgspec.json.encode(wire.Start(config, place)) + b"\n")
             process.stdin.flush()
 
     async def ready(self) -> Ready:
@@ -307,7 +325,7 @@ def _check_ranks(config: EngineConfig) -> None:
         )
 
 
-def _common_info(infos: list[EngineInfo]) -> EngineInfo:
+def common_info(infos: list[EngineInfo]) -> EngineInfo:
     """What holds on every replica."""
     return replace(
         infos[0],
@@ -316,7 +334,7 @@ def _common_info(infos: list[EngineInfo]) -> EngineInfo:
     )
 
 
-def _total(all_stats: Iterable[EngineStats]) -> EngineStats:
+def total_stats(all_stats: Iterable[EngineStats]) -> EngineStats:
     """Counts of all replicas together; a page has one size everywhere."""
     sums: dict[str, Any] = {}
     for stats in all_stats:

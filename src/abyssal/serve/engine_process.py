@@ -1,7 +1,7 @@
 """One engine process: takes requests from a socket, steps the engine, reports what each step gave.
 
-Started by `abyssal.serve.rank_processes` as `python -m abyssal.serve.engine_process SOCKET_ADDRESS ENGINE_CLASS RANK STORE`; the
-configuration comes as JSON in the first line of standard input, which then stays open for as long as the parent lives.
+Started by `abyssal.serve.rank_processes` as `python -m abyssal.serve.engine_process SOCKET_ADDRESS ENGINE_CLASS RANK STORE`; a
+`wire.Start` comes as JSON in the first line of standard input, which then stays open for as long as the parent lives.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import zmq
 
 import abyssal.engine.grammar  # noqa: F401  now, since the first request that needs it must not hold up the others
 from abyssal.config import EngineConfig
+from abyssal.engine.disaggregation import DecodeEngine, Note, PrefillEngine
 from abyssal.engine.engine import Engine
+from abyssal.engine.link import Link
 from abyssal.engine.request import RequestUpdate
-from abyssal.errors import AbyssalError, EngineDeadError, RequestError
+from abyssal.errors import AbyssalError, ConfigError, EngineDeadError, RequestError
 from abyssal.parallel.comm import ALONE, Comm
 from abyssal.parallel.mesh import Mesh
 from abyssal.parallel.ranks import RankComm
@@ -44,7 +46,8 @@ def main(address: str, engine_class: str, rank: str, store: str) -> int:
     line = _read_line(STDIN)
     if not line.endswith(b"\n"):
         return BAD_START  # the parent ended before it said what to run
-    config = msgspec.json.decode(line, type=EngineConfig)
+    start = msgspec.json.decode(line, type=wire.Start)
+    config = start.config
     threading.Thread(target=_end_with_parent, daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -52,6 +55,9 @@ def main(address: str, engine_class: str, rank: str, store: str) -> int:
     socket.connect(address)
     build, mesh = _load(engine_class), Mesh.of(config, int(rank))
     try:
+        if start.place is not None:
+            place = start.place
+            return _run(socket, lambda: _linked(config, place), Inbox(socket), ALONE)
         if mesh.size == 1:
             return _run(socket, lambda: build(config), Inbox(socket), ALONE)
         cuda = config.device != "cpu" and torch.cuda.is_available()
@@ -98,7 +104,7 @@ class Inbox:
         self._socket = socket
 
     def take(self, engine: Engine) -> list[wire.Command] | None:
-        commands = [wire.decode_command(data) for data in drain(self._socket, wait=not engine.has_unfinished())]
+        commands = [wire.decode_command(data) for data in drain(self._socket, engine.poll_ms())]
         return None if any(isinstance(command, wire.Stop) for command in commands) else commands
 
     def note(self, updates: list[RequestUpdate]) -> None:
@@ -119,7 +125,7 @@ class RankInbox:
         comm = self._comm
         busy = engine.has_unfinished()
         quiet = not busy and comm.idle(engine.runner.model.idle)
-        messages = drain(self._socket, wait=quiet) if comm.mesh.leads else []
+        messages = drain(self._socket, None if quiet else 0) if comm.mesh.leads else []
         told, messages = _SHARED.decode(comm.share(wire.encode((self._told, messages))))
         if told != self._told:
             raise EngineDeadError(f"rank {comm.mesh.rank} computed other tokens than the first rank of its replica")
@@ -142,6 +148,7 @@ _SHARED = msgspec.msgpack.Decoder(tuple[int, list[bytes]])
 
 def serve(engine: Engine, inbox: Commands, socket: Socket, comm: Comm) -> None:
     """Until told to stop: take what has arrived, compute one step, report."""
+    outbox: list[Note] = engine.outbox if isinstance(engine, PrefillEngine | DecodeEngine) else []
     while (commands := inbox.take(engine)) is not None:
         updates = [update for command in commands for update in _obey(engine, command, socket, comm)]
         works = engine.has_unfinished()
@@ -149,27 +156,36 @@ def serve(engine: Engine, inbox: Commands, socket: Socket, comm: Comm) -> None:
             updates += engine.step()
         inbox.note(updates)
         if comm.mesh.leads and (works or commands):
-            socket.send(wire.encode(wire.Progress(updates, engine.stats())))
+            socket.send(wire.encode(wire.Progress(updates, engine.stats(), [wire.wrap(note) for note in outbox])))
+            outbox.clear()
 
 
-def drain(socket: Socket, wait: bool) -> list[bytes]:
-    """All messages that are there; with `wait` at least one."""
+def drain(socket: Socket, wait_ms: int | None) -> list[bytes]:
+    """All messages that are there; the first is waited for, for so long or, with None, until it comes."""
     messages: list[bytes] = []
-    while socket.poll(None if wait and not messages else 0):
+    while socket.poll(0 if messages else wait_ms):
         messages.append(socket.recv())
     return messages
 
 
-def _obey(engine: Engine, command: wire.Command, socket: Socket, comm: Comm) -> list[RequestUpdate]:
+def _obey(engine: Any, command: wire.Command, socket: Socket, comm: Comm) -> list[RequestUpdate]:
+    """`engine` is of the class that the command is for."""
     if isinstance(command, wire.Abort):
         engine.abort(command.request_id)
     elif isinstance(command, wire.Score):
         answer = _score(engine, command)
         if comm.mesh.leads:
             socket.send(wire.encode(answer))
-    elif isinstance(command, wire.Add):
+    elif isinstance(command, wire.RoomNote | wire.PartNote):
+        engine.take_note(command.note)
+    elif isinstance(command, wire.Add | wire.AddFor | wire.Expect):
         try:
-            engine.add(command.request)
+            if isinstance(command, wire.Add):
+                engine.add(command.request)
+            elif isinstance(command, wire.AddFor):
+                engine.add_for(command.receiver, command.request)
+            else:
+                engine.expect(command.request)
         except RequestError as error:
             return [RequestUpdate(command.request.request_id, [], None, None, finish_reason="error", error=str(error))]
     return []
@@ -181,6 +197,23 @@ def _score(engine: Engine, command: wire.Score) -> wire.Scored:
     except RequestError as error:
         return wire.Scored(b"", str(error), error.param)
     return wire.Scored(logits.numpy().tobytes())
+
+
+def _linked(config: EngineConfig, place: wire.Place) -> Engine:
+    """An engine that works with others, each on a GPU of its own where there are any."""
+    device = torch.device("cpu")
+    if config.device != "cpu" and torch.cuda.is_available():
+        if torch.cuda.device_count() < place.prefill + place.decode:
+            raise ConfigError(
+                f"{place.prefill} prefill and {place.decode} decode engines need a GPU each, and this machine has "
+                f"{torch.cuda.device_count()}; lower prefill_engines or decode_engines"
+            )
+        device = torch.device("cuda", place.rank)
+        torch.cuda.set_device(device)
+    link = Link(place.rank, place.prefill + place.decode, place.store, device)
+    engine = (PrefillEngine if place.rank < place.prefill else DecodeEngine)(config, link)
+    link.connect(place.prefill)
+    return engine
 
 
 def _load(engine_class: str) -> Any:

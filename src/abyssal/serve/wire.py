@@ -4,14 +4,57 @@ from __future__ import annotations
 
 import msgspec
 
+from abyssal.config import EngineConfig
+from abyssal.engine.disaggregation import Note, PartSent, Reserved
 from abyssal.engine.engine import EngineInfo, EngineStats
 from abyssal.engine.request import EngineRequest, RequestUpdate
+
+
+class Place(msgspec.Struct):
+    """Where an engine stands among `prefill` engines, the first ranks, and `decode` engines that work for one server."""
+
+    rank: int
+    prefill: int
+    decode: int
+    store: str  # as for `engine.link.Link`
+
+
+class Start(msgspec.Struct):
+    """First line of an engine process's standard input."""
+
+    config: EngineConfig
+    place: Place | None  # None: it hands nothing over
 
 
 class Add(msgspec.Struct, tag=True):
     """Queue a request."""
 
     request: EngineRequest
+
+
+class AddFor(msgspec.Struct, tag=True):
+    """Queue a request that goes on in the decode engine of rank `receiver`."""
+
+    request: EngineRequest
+    receiver: int
+
+
+class Expect(msgspec.Struct, tag=True):
+    """Queue a request whose prompt a prefill engine computes."""
+
+    request: EngineRequest
+
+
+class RoomNote(msgspec.Struct, tag=True):
+    """From a decode engine, to a prefill engine."""
+
+    note: Reserved
+
+
+class PartNote(msgspec.Struct, tag=True):
+    """From a prefill engine, to a decode engine."""
+
+    note: PartSent
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -49,6 +92,7 @@ class Progress(msgspec.Struct, tag=True):
 
     updates: list[RequestUpdate]
     stats: EngineStats
+    notes: list[RoomNote | PartNote] = []
 
 
 class Scored(msgspec.Struct, tag=True):
@@ -65,8 +109,13 @@ class Dead(msgspec.Struct, tag=True):
     reason: str
 
 
-Command = Add | Abort | Score | Wake | Stop
+Command = Add | AddFor | Expect | RoomNote | PartNote | Abort | Score | Wake | Stop
 Event = Ready | Progress | Scored | Dead
+
+
+def wrap(note: Note) -> RoomNote | PartNote:
+    return RoomNote(note) if isinstance(note, Reserved) else PartNote(note)
+
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
