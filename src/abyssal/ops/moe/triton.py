@@ -193,7 +193,7 @@ def moe_config(choices: int, experts: int, batch_invariant: bool = False) -> Moe
         return MoeConfig.of(8, 16 if choices <= 16 else 32, 2, 1)
     if mean <= 16:
         return MoeConfig.of(16, 128, 3, 4)
-    return MoeConfig.of(64, 128, 3, 4) if mean <= 56 else MoeConfig.of(128, 256, 3, 8)
+    return MoeConfig.of(64, 128, 3, 4) if mean <= 56 else MoeConfig.of(128, 128, 3, 8)
 
 
 def num_blocks(choices: int, experts: int, block_tokens: int) -> int:
@@ -947,7 +947,7 @@ def _fitting(config: ProductConfig, columns: int) -> ProductConfig:
 
 def aot_cases() -> list[AotCase]:
     flash, v41 = (4096, 2048, 256, 128), (5120, 2304, 384, 32)  # D, I, E, tile of the input's grid
-    few, more, mid, many = (ProductConfig(*c) for c in ((8, 16, 2, 1), (8, 32, 2, 1), (16, 128, 3, 4), (128, 256, 3, 8)))
+    few, more, mid, many = (ProductConfig(*c) for c in ((8, 16, 2, 1), (8, 32, 2, 1), (16, 128, 3, 4), (128, 128, 3, 8)))
     cases = []
     for name, sizes, format, configs in (
         ("v4 fp4", flash, "fp4", (few, more, mid, many)),
