@@ -112,11 +112,13 @@ def _line(row: Row) -> str:
             f"decode {row.batch:>3} x {row.context:>7}: {row.median_ms:8.2f} ms{busy}, {row.tokens_per_second:8.0f} tok/s, roof "
             f"{row.roof_ms:.2f} ms, {row.median_ms / row.roof_ms:.2f} times it"
         )
-    shares = ", ".join(f"{op} {share:.0%}" for op, share in row.share.items())
-    sampled = "" if row.sampled is None else f" ({row.sampled} chunks measured)"
+    shares = ", ".join(
+        f"{op} {row.share[op]:.0%}" for op in ("sparse_attention", "index_score", "moe", "linear") if op in row.share
+    )
+    sampled = "" if row.sampled is None else f" ({row.sampled} chunks)"
     return (
-        f"prefill {row.tokens:>7} by {row.chunk}{sampled}: {row.seconds:.2f} s, {row.tokens_per_second:.0f} tok/s, peak "
-        f"{(row.peak_bytes or 0) / 2**30:.1f} GiB; of the ceiling: {shares}"
+        f"prefill {row.tokens} by {row.chunk}{sampled}: {row.seconds:.2f} s (first {row.first_seconds:.1f}), {row.tokens_per_second:.0f} "
+        f"tok/s, peak {(row.peak_bytes or 0) / 2**30:.1f} GiB; {shares}"
     )
 
 

@@ -144,6 +144,8 @@ def _plain(
         return scores.topk(spec.shape[1]).indices.int()
     if name.endswith(("norm.weight", "q_weight", "k_weight")):
         return torch.ones(spec.shape, device=device)
+    if "gate.bias" in name:
+        return torch.zeros(spec.shape, device=device)  # any other would favour the same experts for all tokens
     if name.endswith("_scale"):
         return torch.full(spec.shape, 0.1, device=device)  # mixes near their bases, as in trained models
     values = torch.randn(

@@ -16,8 +16,10 @@ from abyssal.config import LayerPlan
 from abyssal.engine.engine import Engine
 from abyssal.kv import codec
 from abyssal.measure.records import add_running, random_hand_over
+from abyssal.measure.roof import expected_experts
 from abyssal.model_config import load_model_config, parse_model_config
 from abyssal.model_config.presets import load_preset
+from abyssal.ops import moe as moe_module
 from bench import engine_h200
 from bench.slices import SLICES, slice_config, write_slice
 from bench.soak import Soak, small_pool, soak
@@ -99,10 +101,31 @@ def test_random_sequences_decode_finitely_in_pages_of_their_own(name: str, tmp_p
     assert not any(engine.stats().pages_by_kind.values())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_of_a_slice_choose_experts_as_the_roof_expects(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly as many different ones as choices at random would: otherwise a step were faster than its roof."""
+    engine = slice_engine(name, small_slice(name, tmp_path, n_routed_experts=64), max_num_seqs=12)
+    add_running(engine, 12, 200)
+    chosen: list[int] = []
+    routed = moe_module.route
+
+    def watch(*args: Any) -> Any:
+        experts, weights = routed(*args)
+        chosen.append(len(experts.unique()))
+        return experts, weights
+
+    monkeypatch.setattr(moe_module, "route", watch)
+    for _ in range(3):
+        engine.step()
+    expected = expected_experts(engine.runner.model_config, 12)
+    assert sum(chosen) / len(chosen) == pytest.approx(expected, rel=0.1)
+
+
 def test_decoding_from_random_records_is_decoding_of_a_sequence_so_long(tmp_path: Path) -> None:
     """Where the records are those of a computed sequence, the next tokens are its own: lengths and places are right."""
     engine = slice_engine("v4-flash", small_slice("v4-flash", tmp_path))
     first, second = add_running(engine, 2, 300)
+    assert first != second
     by_id = {seq.request.request_id: seq for seq in engine.scheduler.running}
     assert by_id[first].num_computed == 300 and by_id[second].num_computed == 300 - 37
     for seq in by_id.values():
@@ -169,7 +192,7 @@ def test_a_long_prefill_is_sampled_between_its_ends(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(steps, "SAMPLES", 3)
     row = steps.measure_prefill(engine, 320, Ceilings(1e9, 1e9, None))
     assert isinstance(row, steps.Prefill), row
-    assert asked[1:4] == [(0, 32), (128, 32), (288, 32)] and row.sampled == 3
+    assert asked[:3] == asked[3:6] == [(0, 32), (128, 32), (288, 32)] and row.sampled == 3
     assert row.seconds == pytest.approx(sum(1.0 + start for start in range(0, 320, 32)))
     assert not any(engine.stats().pages_by_kind.values())
 

@@ -26,8 +26,8 @@ def test_every_kernel_of_the_package_belongs_to_its_op() -> None:
 @pytest.mark.parametrize(
     ("name", "op"),
     [
-        ("nvjet_tst_64x8_64x16_1x2_h_bz_TNT", "PyTorch products"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "PyTorch products"),
+        ("nvjet_tst_64x8_64x16_1x2_h_bz_TNT", "library products"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "library products"),
         ("Memcpy DtoH (Device -> Pinned)", "copies"),
         ("ncclDevKernel_AllReduce_Sum", "communication"),
         ("void at::native::vectorized_elementwise_kernel<4>", "PyTorch other"),

@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 import pstats
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +25,7 @@ import abyssal
 PACKAGE = Path(abyssal.__file__).parent
 # Kernels of PyTorch and its libraries; the first that matches.
 _FOREIGN = (
-    (r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitK", "PyTorch products"),
+    (r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitK", "library products"),
     (r"^Mem(cpy|set)", "copies"),
     (r"nccl", "communication"),
     (r"", "PyTorch other"),
@@ -37,6 +37,7 @@ class Breakdown:
     """Seconds, of all that was run."""
 
     by_op: dict[str, float]  # the largest first
+    by_kernel: dict[str, float]  # on a GPU; the largest first
     busy: float  # during which at least one kernel ran; on a CPU the sum of all ops
     total: float
 
@@ -53,13 +54,16 @@ def _profile_kernels(run: Callable[[], object]) -> Breakdown:
         run()
         end.record()
         torch.cuda.synchronize()
-    by_op: Counter[str] = Counter()
+    by_kernel: defaultdict[str, float] = defaultdict(float)
     spans = []
     for event in recorded.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            by_op[op_of_kernel(event.name)] += (event.time_range.end - event.time_range.start) / 1e6
+            by_kernel[event.name] += (event.time_range.end - event.time_range.start) / 1e6
             spans.append((event.time_range.start / 1e6, event.time_range.end / 1e6))
-    return Breakdown(_sorted(by_op), _union(spans), start.elapsed_time(end) / 1e3)
+    by_op: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in by_kernel.items():
+        by_op[op_of_kernel(name)] += seconds
+    return Breakdown(_sorted(by_op), _sorted(by_kernel), _union(spans), start.elapsed_time(end) / 1e3)
 
 
 def op_of_kernel(name: str) -> str:
@@ -111,7 +115,7 @@ def _profile_functions(run: Callable[[], object]) -> Breakdown:
             return shares[function]
         if (op := _op_of_file(function[0])) is not None:
             return {op: 1.0}
-        parts: Counter[str] = Counter()
+        parts: defaultdict[str, float] = defaultdict(float)
         callers = {caller: spent[3] for caller, spent in stats[function][4].items() if caller not in seen and caller in stats}
         for caller, spent in callers.items():
             for op, part in share(caller, seen | {function}).items():
@@ -120,11 +124,11 @@ def _profile_functions(run: Callable[[], object]) -> Breakdown:
             shares[function] = dict(parts)
         return dict(parts)
 
-    by_op: Counter[str] = Counter()
+    by_op: defaultdict[str, float] = defaultdict(float)
     for function, (_, _, own, _, _) in stats.items():
         for op, part in share(function).items():
             by_op[op] += own * part
-    return Breakdown(_sorted(by_op), sum(by_op.values()), sum(entry[2] for entry in stats.values()))
+    return Breakdown(_sorted(by_op), {}, sum(by_op.values()), sum(entry[2] for entry in stats.values()))
 
 
 def _op_of_file(file: str) -> str | None:
@@ -138,5 +142,5 @@ def _op_of_file(file: str) -> str | None:
     return rest[0].removesuffix(".py")
 
 
-def _sorted(by_op: Counter[str]) -> dict[str, float]:
-    return dict(by_op.most_common())
+def _sorted(seconds: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))

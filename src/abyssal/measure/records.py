@@ -12,7 +12,7 @@ from abyssal.kv.handover import HandOver, describe, stored_entries
 from abyssal.kv.pool import KVCache
 from abyssal.kv.specs import ROLL_BACK, CacheSpec
 
-ENCODED_AT_ONCE = 1 << 18  # records
+ENCODED_AT_ONCE = 1 << 16  # records
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
@@ -41,30 +41,21 @@ def _random_records(spec: CacheSpec, tokens: int, generator: torch.Generator) ->
 
 
 def add_running(engine: Engine, count: int, context: int, more: int = 0, name: str = "r") -> list[str]:
-    """Let `count` sequences of `context` computed tokens run, each with `1 + more` prompt tokens left to compute.
+    """Let `count` sequences of about `context` computed tokens run, each with `1 + more` prompt tokens left to compute.
 
-    All hold the same random records, in pages of their own. Their lengths differ by up to 127 tokens, so that groups of tokens are
-    not completed by all of them in the same step.
+    Tokens and records are each one's own, or all would choose the same experts. Their lengths differ by up to 127 tokens, so that
+    groups of tokens are not completed by all of them in the same step.
 
     Returns:
         Their request ids.
     """
     generator = torch.Generator(engine.runner.device).manual_seed(context)
     host = torch.Generator().manual_seed(context)
-    ids = torch.randint(0, engine.info.vocab_size, (context + 1 + more,), generator=host).tolist()
-    whole = random_hand_over(engine.cache, ids, context, generator)
     names = []
     for index in range(count):
-        shorter = min(index * 37 % 128, context - 1)
-        request = EngineRequest(f"{name}{index}", ids[: len(ids) - shorter], GREEDY)
-        engine.import_sequence(request, _shortened(engine.cache, whole, shorter))
+        tokens = max(1, context - index * 37 % 128)
+        ids = torch.randint(0, engine.info.vocab_size, (tokens + 1 + more,), generator=host).tolist()
+        request = EngineRequest(f"{name}{index}", ids, GREEDY)
+        engine.import_sequence(request, random_hand_over(engine.cache, ids, tokens, generator))
         names.append(request.request_id)
     return names
-
-
-def _shortened(cache: KVCache, whole: HandOver, tokens: int) -> HandOver:
-    """`whole` without its last `tokens` tokens: the records of others, but as many as the shorter sequence has."""
-    end = whole.num_tokens - tokens
-    records = {name: whole.records[name][:, : len(stored_entries(spec, end))].contiguous() for name, spec in cache.specs.items()}
-    ids = whole.token_ids[: len(whole.token_ids) - tokens]
-    return HandOver(whole.identity, ids, end, max(0, end - ROLL_BACK), whole.kinds, records)

@@ -28,6 +28,7 @@ SAMPLES = 9  # positions of a sampled prefill, evenly from its first chunk to it
 
 # Which ceiling an op's products meet; the others run in the dtype of the model.
 FP8_OPS = ("moe", "linear", "index_score")
+PARTS = {"linear": ("linear", "library products")}  # ops whose work is done under several names
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Decode:
     roof_ms: float
     bytes: StepBytes
     breakdown_ms: dict[str, float] | None  # of one step, by op
+    kernels_ms: dict[str, float] | None  # and on a GPU by kernel
     busy_ms: float | None  # of a profiled step, during which a kernel ran
 
     @property
@@ -57,9 +59,11 @@ class Prefill:
     chunk: int
     sampled: int | None  # chunks that were measured, the total being interpolated; None: all of them
     seconds: float
-    last_chunk_ms: float
+    first_seconds: float  # the same when it is done for the first time: kernels are compiled for new lengths
+    chunk_ms: list[float]  # of those measured, in their order
     peak_bytes: int | None  # of memory on a GPU while it ran, weights and caches included
     breakdown_ms: dict[str, float]  # of the middle chunk, by op
+    kernels_ms: dict[str, float]  # and on a GPU by kernel
     share: dict[str, float]  # op -> part of its time in the middle chunk that its operations would take at the ceiling
 
     @property
@@ -137,7 +141,8 @@ def _decode(engine: Engine, context: int, steps: int, ceilings: Ceilings, with_b
         tokens_per_second=batch * steps / (ends[-1] - ends[0]),
         roof_ms=moved.total / ceilings.copy * 1e3,
         bytes=moved,
-        breakdown_ms=None if found is None else _milliseconds(found, PROFILED),
+        breakdown_ms=None if found is None else _milliseconds(found.by_op, PROFILED),
+        kernels_ms=None if found is None else _milliseconds(found.by_kernel, PROFILED),
         busy_ms=None if found is None else found.busy / PROFILED * 1e3,
     )
 
@@ -151,52 +156,58 @@ def measure_prefill(engine: Engine, tokens: int, ceilings: Ceilings) -> Prefill 
     chunk = min(engine.config.max_num_batched_tokens, tokens)
     starts = np.arange(0, tokens, chunk)
     device = engine.runner.device
-    sampled: int | None
-    times: list[float] = []
+    sampled = None if len(starts) <= FULL_CHUNKS else SAMPLES
+    rounds: list[tuple[float, list[float]]] = []  # seconds in all and of each measured chunk, the first time and again
     try:
-        _chunk(engine, 0, chunk)  # compiles
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        if len(starts) <= FULL_CHUNKS:
-            sampled = None
-            seconds = _whole(engine, tokens, times)
-        else:
-            sampled = SAMPLES
-            positions = starts[np.linspace(0, len(starts) - 1, SAMPLES).round().astype(int)]
-            times = [_chunk(engine, int(start), min(chunk, tokens - int(start))) for start in positions]
-            seconds = float(np.interp(starts, positions, times).sum())
+        for _ in range(2):
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            rounds.append(_whole(engine, tokens) if sampled is None else _sampled(engine, starts, tokens, chunk))
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         middle = int(starts[len(starts) // 2])
         count = min(chunk, tokens - middle)
         found: list[Breakdown] = []
         _chunk(engine, middle, count, lambda run: found.append(profile(run, device)))
     except Exception as error:  # noqa: BLE001 the other rows are wanted all the same
-        for name in list(running(engine)):
-            engine.abort(name)
+        _abort_all(engine)
         return Failed(f"prefill of {tokens}", f"{type(error).__name__}: {error}")
     flops = prefill_flops(stored_config(engine), middle, count)
-    spent = found[0].by_op
-    share = {op: flops[op] / _ceiling(op, ceilings) / spent[op] for op in flops if op in spent}
-    return Prefill(tokens, chunk, sampled, seconds, times[-1] * 1e3, peak, _milliseconds(found[0], 1), share)
+    spent = {op: sum(found[0].by_op.get(name, 0) for name in PARTS.get(op, (op,))) for op in flops}
+    return Prefill(
+        tokens=tokens,
+        chunk=chunk,
+        sampled=sampled,
+        seconds=rounds[1][0],
+        first_seconds=rounds[0][0],
+        chunk_ms=[seconds * 1e3 for seconds in rounds[1][1]],
+        peak_bytes=peak,
+        breakdown_ms=_milliseconds(found[0].by_op, 1),
+        kernels_ms=_milliseconds(found[0].by_kernel, 1),
+        share={op: flops[op] / _ceiling(op, ceilings) / spent[op] for op in flops if spent[op]},
+    )
 
 
 def _ceiling(op: str, ceilings: Ceilings) -> float:
     return ceilings.fp8_matmul if op in FP8_OPS and ceilings.fp8_matmul is not None else ceilings.matmul
 
 
-def _whole(engine: Engine, tokens: int, times: list[float]) -> float:
-    """Seconds until the first token after a prompt of `tokens`; `times` receives those of the steps."""
+def _whole(engine: Engine, tokens: int) -> tuple[float, list[float]]:
+    """Seconds until the first token after a prompt of `tokens`, and of each step."""
     _add_prompt(engine, tokens, seed=tokens)
     device = engine.runner.device
-    begin = last = synchronised(device)
+    ends = [synchronised(device)]
     while not engine.step():
-        now = time.perf_counter()
-        times.append(now - last)
-        last = now
-    end = synchronised(device)
-    times.append(end - last)
+        ends.append(time.perf_counter())
+    ends.append(synchronised(device))
     _abort_all(engine)
-    return end - begin
+    return ends[-1] - ends[0], np.diff(ends).tolist()
+
+
+def _sampled(engine: Engine, starts: np.ndarray, tokens: int, chunk: int) -> tuple[float, list[float]]:
+    """Seconds of all chunks, interpolated, and of those measured."""
+    positions = starts[np.linspace(0, len(starts) - 1, SAMPLES).round().astype(int)]
+    times = [_chunk(engine, int(start), min(chunk, tokens - int(start))) for start in positions]
+    return float(np.interp(starts, positions, times).sum()), times
 
 
 def _chunk(engine: Engine, start: int, count: int, around: Callable[[Callable[[], None]], Any] | None = None) -> float:
@@ -228,8 +239,8 @@ def _abort_all(engine: Engine) -> None:
         engine.abort(name)
 
 
-def _milliseconds(found: Breakdown, steps: int) -> dict[str, float]:
-    return {op: seconds / steps * 1e3 for op, seconds in found.by_op.items()}
+def _milliseconds(seconds: dict[str, float], steps: int) -> dict[str, float]:
+    return {name: value / steps * 1e3 for name, value in seconds.items()}
 
 
 def stored_config(engine: Engine) -> ModelConfig:
