@@ -868,7 +868,7 @@ def route(x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfi
     parts, padded, width = experts.gate.shape
     steps = width // GATE_STEP.value
     few = tokens <= 64
-    runs, tiles, block = (steps, 1, 8) if few else (1, 4, 64)
+    runs, tiles, block = (steps, 1, 8) if few else (1, 2, 32)
     partials = torch.empty(runs, tokens, padded, dtype=torch.float32, device=x.device)
     moe_logits[(padded // (16 * tiles), runs, triton.cdiv(tokens, block))](
         x, experts.gate.view(torch.int32), partials, tokens, 1 / experts.temperature, D=dim, DP=width, EP=padded, PARTS=parts, TILES=tiles,
@@ -1110,7 +1110,7 @@ def _routing_cases(name: str, dim: int, experts: int, tile: int) -> list[AotCase
             {"D": dim, "DP": dim, "EP": experts, "PARTS": 1, "TILES": tiles, "TOKENS": tokens, "RUN": run},
             num_warps=1, num_stages=1, aligned=("x", "gate", "partials"),
         )
-        for tokens, tiles, run in ((8, 1, 1), (64, 4, steps))
+        for tokens, tiles, run in ((8, 1, 1), (32, 2, steps))
     ]  # fmt: skip
     for kind, absent in (("scored", "tid2eid"), ("hashed", "bias")):
         constants = {"E": experts, "EP": padded, "STRIDE": experts, "RUNS": steps, "CHOICES": 6, absent: None} | store
