@@ -70,6 +70,7 @@ LAUNCHES = (
     (64, True, 16, 128, 4, 2, 200),
     (1 << 31, False, 64, 32, 4, 3, 255),
 )
+INVARIANT_TOKENS = 512  # whose splits every number of tokens takes in batch-invariant mode: few steps, and few sums to read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,7 @@ class LaunchConfig:
 
 def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = True) -> LaunchConfig:
     """One launch where it may and its programs may wait for each other; otherwise two, in as few waves as the token count allows."""
-    if hidden % 16:
-        raise ValueError(f"hidden size {hidden} is no multiple of 16: this kernel does not support it; use the reference backend")
+    _check_hidden(hidden)
     for limit, single, block_tokens, block_hidden, num_warps, num_stages, registers in LAUNCHES:
         block_hidden = min(block_hidden, hidden & -hidden)
         block_tokens = min(block_tokens, triton.next_power_of_2(tokens))
@@ -128,6 +128,20 @@ def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = Tru
         if not single and tokens <= limit:
             return two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
     raise AssertionError("the last row covers every token count")
+
+
+def invariant_config(hidden: int, num_sms: int) -> LaunchConfig:
+    """Two launches of one shape for every number of tokens, so that the sums of a token have one order."""
+    _check_hidden(hidden)
+    _, _, block_tokens, block_hidden, num_warps, num_stages, registers = LAUNCHES[-1]
+    return two_launches(
+        INVARIANT_TOKENS, hidden, num_sms, block_tokens, min(block_hidden, hidden & -hidden), num_warps, num_stages, registers
+    )
+
+
+def _check_hidden(hidden: int) -> None:
+    if hidden % 16:
+        raise ValueError(f"hidden size {hidden} is no multiple of 16: this kernel does not support it; use the reference backend")
 
 
 def two_launches(
@@ -154,9 +168,19 @@ class HandoverState:
     arrivals: Tensor  # int32 [counters]: bit 31 flips when all programs of a group have arrived, the lower bits return to 0
 
     @classmethod
-    def allocate(cls, max_tokens: int, hidden: int, device: torch.device | str, num_sms: int | None = None) -> HandoverState:
-        """For launches of up to `max_tokens` tokens with the configs of `launch_config`."""
+    def allocate(
+        cls,
+        max_tokens: int,
+        hidden: int,
+        device: torch.device | str,
+        num_sms: int | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> HandoverState:
+        """For launches of up to `max_tokens` tokens with the configs of `launch_config`, or with `invariant_config`."""
         num_sms = num_sms or sm_count(torch.device(device))
+        if batch_invariant:
+            return cls.of_size(invariant_config(hidden, num_sms).partial_rows(max_tokens), max_tokens, device)
         sizes = {min(size, max_tokens) for size in (*range(1, 65), *range(64, max_tokens + 64, 64))}  # beyond 64 in whole blocks
         rows = max(launch_config(n, hidden, num_sms, one).partial_rows(n) for n in sizes for one in (True, False))
         return cls.of_size(rows, max_tokens, device)
@@ -191,12 +215,16 @@ def site(
     rms_eps: float,
     eps: float,
     iterations: int,
+    batch_invariant: bool = False,
     config: LaunchConfig | None = None,
 ) -> Site:
     """`abyssal.ops.hyper_connection.site` for bf16 streams; norm_weight fp32 [D].
 
     At most as many launches may run at the same time (on several streams, each with a state of its own) as fit on the device
     together.
+
+    Args:
+        batch_invariant: a token's results do not depend, bit for bit, on the number of tokens.
     """
     tokens, hidden = source.shape[0], source.shape[-1]
     _check(source, norm_weight, weights, out, post, comb, pre)
@@ -211,7 +239,11 @@ def site(
     result = Site(streams, x, new_pre, new_post, new_comb, mean)
     if tokens == 0:
         return result
-    config = config or launch_config(tokens, hidden, sm_count(source.device), one_launch=source.is_cuda)
+    if config is None:
+        sms = sm_count(source.device)
+        config = (
+            invariant_config(hidden, sms) if batch_invariant else launch_config(tokens, hidden, sms, one_launch=source.is_cuda)
+        )
     rows_needed, counters = config.partial_rows(tokens), config.counters(tokens)
     if state.partials.shape[0] < rows_needed or state.arrivals.shape[0] < counters:
         raise ValueError(

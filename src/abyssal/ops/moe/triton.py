@@ -850,7 +850,8 @@ def moe(
         return torch.empty_like(x)
     config = config or moe_config(len(x) * experts.k, experts.w13.shape[0], batch_invariant)
     shared = shared_expert(x, experts, moe_config(len(x), 1, batch_invariant))
-    return moe_total(routed_experts(route(x, token_ids, experts, config), experts, config), shared, token_ids, x.shape[1])
+    choice = route(x, token_ids, experts, config, batch_invariant)
+    return moe_total(routed_experts(choice, experts, config), shared, token_ids, x.shape[1])
 
 
 def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
@@ -862,12 +863,15 @@ def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
         raise ValueError(f"token_ids is {token_ids.dtype} {tuple(token_ids.shape)}, expected int [{len(x)}]")
 
 
-def route(x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfig) -> Choice:
-    """Choose experts, and round the input to the grid of the experts' first product: two launches."""
+def route(x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfig, batch_invariant: bool = False) -> Choice:
+    """Choose experts, and round the input to the grid of the experts' first product: two launches.
+
+    A temperature that is no power of two rounds the logits of many tokens, added up before it, in another place than those of few.
+    """
     tokens, dim = x.shape
     parts, padded, width = experts.gate.shape
     steps = width // GATE_STEP.value
-    few = tokens <= 64
+    few = tokens <= 64 or batch_invariant
     runs, tiles, block = (steps, 1, 8) if few else (1, 2, 32)
     partials = torch.empty(runs, tokens, padded, dtype=torch.float32, device=x.device)
     moe_logits[(padded // (16 * tiles), runs, triton.cdiv(tokens, block))](
