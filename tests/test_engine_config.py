@@ -37,6 +37,7 @@ ENGINE_VALUES: dict[str, tuple[Any, str]] = {
     "max_model_len": (1000, "1000"),
     "enable_prefix_caching": (False, "false"),
     "enable_cuda_graphs": (False, "false"),
+    "batch_invariant": (True, "true"),
     "seed": (7, "7"),
     "served_model_name": ("name", "name"),
     "num_threads": (2, "2"),
@@ -106,6 +107,7 @@ WRONG: list[tuple[type, str, list[Any]]] = [
     (EngineConfig, "max_model_len", [0, -5, 4096.0, False]),
     (EngineConfig, "enable_prefix_caching", [1, 0, "true", None]),
     (EngineConfig, "enable_cuda_graphs", [1, 0, "true"]),
+    (EngineConfig, "batch_invariant", [1, 0, "true", None]),
     (EngineConfig, "seed", [-1, 2**63, 1.0, None]),
     (EngineConfig, "served_model_name", ["", 5]),
     (EngineConfig, "num_threads", [0, -1, True]),
@@ -218,7 +220,13 @@ def test_auto_on_cpu(model: ModelConfig) -> None:
     config = EngineConfig()
     resolved = resolve(config, model, device_available=False)
     expected = {"device": "cpu", "dtype": "float32", "kv_layout": "fp32", "compressed_kv_layout": "same", "index_layout": "fp32"}
-    expected |= {"backend": "reference", "kv_cache_bytes": 4 * 2**30, "served_model_name": "tiny-v4", "ep": 1}
+    expected |= {
+        "backend": "reference",
+        "kv_cache_bytes": 4 * 2**30,
+        "served_model_name": "tiny-v4",
+        "ep": 1,
+        "enable_cuda_graphs": False,
+    }
     assert resolved == dataclasses.replace(config, **expected)
     assert config == EngineConfig()  # a new object; the given one still says auto
 
@@ -334,6 +342,20 @@ def test_an_asked_backend_that_cannot_run_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"backend '{options['backend']}' cannot run: .*{message}"):
         resolve(EngineConfig(**options), dataclasses.replace(V4, **widths), True, gpu)
+
+
+def test_batch_invariance_needs_kernels_and_one_rank_per_replica() -> None:
+    model = dataclasses.replace(V4, **WIDE)
+    assert resolve(EngineConfig(batch_invariant=True), model, True, H200).batch_invariant
+    assert resolve(EngineConfig(batch_invariant=True, dp=2), model, True, H200).batch_invariant
+    for options in ({"device": "cpu"}, {"backend": "reference"}, {"dtype": "float32"}):
+        with pytest.raises(
+            ConfigError, match="batch_invariant=true needs kernels, but backend is reference: .*; choose another backend"
+        ):
+            resolve(EngineConfig(batch_invariant=True, **options), model, True, H200)
+    for options, ranks in (({"tp": 2}, "tp=2, ep=2"), ({"dp": 4, "ep": 4}, "tp=1, ep=4")):
+        with pytest.raises(ConfigError, match=f"batch_invariant=true: .*{ranks}.*; set tp=1 and ep=1 or leave the option out"):
+            resolve(EngineConfig(batch_invariant=True, **options), model, True, H200)
 
 
 def test_explicit_values_survive_resolving() -> None:

@@ -179,6 +179,10 @@ class EngineConfig:
     enable_cuda_graphs: bool | None = option(
         None, "replay decode steps as CUDA graphs, a graph per shape; default: where the ops are kernels and there is one rank"
     )
+    batch_invariant: bool = option(
+        False,
+        "a sequence's numbers do not depend, bit for bit, on what else is in a step; slower; needs kernels, one rank per replica",
+    )
     seed: int = option(0, "seed of requests that bring none", low=0, high=2**63 - 1)
     served_model_name: str | None = option(None, "name of the model in the API; default: its folder's name")
     num_threads: int | None = option(None, "CPU threads of PyTorch; default: PyTorch's choice", low=1)
@@ -310,6 +314,16 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
     if graphs and ep > config.tp:
         raise ConfigError(
             f"enable_cuda_graphs=true: replicas that share experts (dp={config.dp}, ep={ep}) compute steps of other sizes than their own; "
+            "leave the option out"
+        )
+    if config.batch_invariant and backend == "reference":
+        raise ConfigError(
+            "batch_invariant=true needs kernels, but backend is reference: the order of PyTorch's sums follows the size of a step; choose "
+            "another backend or leave the option out"
+        )
+    if config.batch_invariant and ep > 1:
+        raise ConfigError(
+            f"batch_invariant=true: the order of sums over ranks (tp={config.tp}, ep={ep}) follows the size of a step; set tp=1 and ep=1 or "
             "leave the option out"
         )
     default_bytes = CPU_KV_CACHE_BYTES if device == "cpu" else None

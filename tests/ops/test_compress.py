@@ -209,6 +209,38 @@ def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
     assert starts == [9, 21]
 
 
+def test_kernel_in_batch_invariant_mode_gives_the_same_bits_for_any_cut():
+    """Ratio 128: records of two groups from one step, from steps that end anywhere, and token by token over the end of a group."""
+    torch.manual_seed(0)
+    config = small_config([128], head_dim=512, qk_rope_head_dim=64, index_head_dim=128)
+    plan = plan_caches(config, "v4", "v4", "index_bf16")
+    rows, norm = torch.randn(260, 1024, device=DEVICE) * 3, torch.rand(512, device=DEVICE) + 0.5
+    results = []
+    for cuts in ([260], [126, *[1] * 12, 122], [3, 97, 60, 40, 60]):
+        cache = KVCache(plan, {"main": 30, "index": 20, "small": 4}, torch.device(DEVICE))
+        seq, start, latents = cache.new_sequence(), 0, []
+        for count in cuts:
+            assert cache.allocate(seq, start, start + count)
+            batch = build_batch(config, cache, [Chunk([0] * count, start, seq)], [], torch.device(DEVICE))
+            facts, store = batch.compress[128], batch.stores["c128_state"]
+            state, sums, entries = (pages_of(cache, kind) for kind in ("c128_state", "c128_sums", "c128"))
+            latents.append(kernels.compress(
+                rows[start : start + count], norm, facts, store, state, sums, entries, 0, overlap=False, rotate_keys=False, eps=1e-6,
+                dtype=torch.float32, with_latent=True, batch_invariant=True,
+            ))  # fmt: skip
+            start += count
+            cache.commit(seq, [], start)
+            cache.release_unneeded(seq, start)
+        results.append(torch.cat(latents))
+    pooled = (
+        (rows[:256, :512].double() * rows[:256, 512:].double().unflatten(0, (2, 128)).softmax(1).flatten(0, 1))
+        .unflatten(0, (2, 128))
+        .sum(1)
+    )
+    torch.testing.assert_close(results[0], rms_norm(pooled.float(), norm, 1e-6), rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
 def test_kernel_skips_groups_and_rows_of_slot_minus_one():
     layout, state = layouts.get("v4"), layouts.state_rows(2048)
     pages = kernels.Pages("entries", new_pool(layout, 2), layout, ENTRIES)

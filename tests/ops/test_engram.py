@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from abyssal.ops.engram import engram
+from abyssal.ops.engram import TILE, engram, engram_in_tiles
 
 
 def slow(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,6 +35,15 @@ def test_against_the_formula() -> None:
         # opposite keys: gates on the other side of one half
         expected = slow(streams, -key, value, weight, 1e-20)
         torch.testing.assert_close(engram(streams, -key, value, weight, 1e-20).double(), expected, rtol=0, atol=3e-6)
+
+
+def test_tiles_give_the_same_bits_for_any_number_of_tokens() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    *rows, weight = (x.to(device) for x in draw(2 * TILE + 3, 5120))
+    together = engram_in_tiles(*rows, weight, 1e-6)
+    torch.testing.assert_close(together, engram(*rows, weight, 1e-6), rtol=1e-5, atol=1e-5)
+    for first, end in ((0, 1), (60, 67), (100, 2 * TILE + 3)):
+        assert torch.equal(engram_in_tiles(*(x[first:end] for x in rows), weight, 1e-6), together[first:end])
 
 
 def test_small_products_keep_a_floor_and_their_sign() -> None:

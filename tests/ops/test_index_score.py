@@ -147,6 +147,30 @@ def test_kernel_scores_candidate_blocks(name, page):
             assert got[i, j, seen:].isnan().all()
 
 
+@pytest.mark.parametrize("name", PAGE_BYTES)
+@pytest.mark.parametrize(("b", "heads"), [(1, 32), (5, 8), pytest.param(64, 64, marks=pytest.mark.gpu)])
+def test_batch_invariant_scores_have_the_bits_of_candidate_scores(name, b, heads):
+    """However many queries there are, and however many entries others see."""
+    paged = Paged(name, 2, b, heads, 200)
+    visible = torch.full((2, b), 200)
+    every = paged.score(triton, visible, batch_invariant=True)
+    arrays = (
+        paged.q,
+        paged.weights,
+        paged.pool,
+        paged.table,
+        torch.arange(25).int().expand(2, b, 25).contiguous(),
+        visible.int(),
+    )
+    blocks = triton.index_score_blocks(
+        *(x.to(DEVICE) for x in arrays), layout=paged.layout, entries_per_page=64, block_size=8
+    ).cpu()
+    assert torch.equal(every, blocks)
+    paged.q, paged.weights = paged.q[:, -1:].contiguous(), paged.weights[:, -1:].contiguous()
+    visible[0] = 3
+    assert torch.equal(paged.score(triton, visible[:, -1:], batch_invariant=True)[1], every[1, -1:])
+
+
 def test_kernel_needs_whole_blocks_in_a_page():
     paged = Paged("index_fp8", 1, 1, 8, 64)
     arrays = (paged.q, paged.weights, paged.pool, paged.table, torch.zeros(1, 1, 1).int(), torch.ones(1, 1).int())

@@ -481,6 +481,18 @@ RELEASED = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("block", [128, 32])
+def test_many_tokens_are_bit_equal_in_any_batch(block: int):
+    """In another order, and with fewer others; FP8, plain and fp32 weights of one input."""
+    prepared = kernels.prepare_linear([fp8_weight(32, 256, block), plain_weight(32, 256), fp32_weight(16, 256)])
+    x = tokens_of(70, 256)
+    together = kernels.linear(x, prepared, batch_invariant=True)
+    for order in (torch.randperm(70), torch.arange(20, 55)):
+        part = kernels.linear(x[order.to(DEVICE)], prepared, batch_invariant=True)
+        for got, expected in zip(part, together, strict=True):
+            assert torch.equal(got, expected[order.to(DEVICE)])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name,rows,columns,block", RELEASED, ids=[shape[0] for shape in RELEASED])
 def test_released_shapes(name: str, rows: int, columns: int, block: int):

@@ -412,6 +412,28 @@ def test_all_tokens_to_the_same_experts(chosen: kernels.MoeConfig) -> None:
     assert_close(run(layer, x, ids, chosen), expert_layer(x, ids, layer))
 
 
+def test_routing_of_many_tokens_has_the_bits_of_few() -> None:
+    """At a temperature that is no power of two, and by more columns than one partial sum takes."""
+    layer = kernels.prepare_experts(replace(random_layer(512, 128, 16, 2, "fp4", 128), temperature=3.0))
+    x, ids = random_input(70, 512)
+    config = kernels.moe_config(70 * 2, 16, batch_invariant=True)
+    together = kernels.route(x, ids, layer, config, batch_invariant=True)
+    for rows in (slice(0, 1), slice(30, 70)):
+        part = kernels.route(x[rows], ids[rows], layer, config, batch_invariant=True)
+        assert torch.equal(part.weights, together.weights[rows]) and torch.equal(part.experts, together.experts[rows])
+
+
+def test_a_small_layer_is_bit_equal_in_any_batch() -> None:
+    """In another order, and among rows that only fill up."""
+    layer = kernels.prepare_experts(random_layer(256, 128, 4, 2, "fp4", 128))
+    x, ids = random_input(20, 256)
+    together = kernels.moe(x, ids, layer, batch_invariant=True)
+    order = torch.randperm(20, device=DEVICE)
+    assert torch.equal(kernels.moe(x[order], ids[order], layer, batch_invariant=True), together[order])
+    padded = torch.cat([x, torch.full_like(x[:4], float("nan"))]), torch.cat([ids, torch.full_like(ids[:4], -1)])
+    assert torch.equal(kernels.moe(*padded, layer, batch_invariant=True)[:20], together)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REAL)
 def test_a_token_keeps_its_bits_in_any_batch(name: str) -> None:

@@ -353,6 +353,19 @@ def test_batch_invariant_mode_is_bit_equal_in_any_batch():
     assert torch.equal(again, out) and torch.equal(again_lse, lse)
 
 
+@pytest.mark.parametrize("kernel", [portable, pytest.param(wgmma, marks=hopper)], ids=["triton", "gluon"])
+def test_batch_invariant_mode_is_bit_equal_beside_longer_lists(kernel):
+    """Lists that fit one split, alone and where another query's are longer: both are combined."""
+    case = make_case(("v4", "v4"), 4, [(128, 128), (20, 64), (3, 0)])
+    out, lse = run(case, kernel, batch_invariant=True)
+    assert_close(out, lse, case)
+    for width in (1, 200, 1500):
+        pad = torch.full((3, width), -1, dtype=torch.int32, device=DEVICE)
+        wider = replace(case, entries=case.entries._replace(slots=torch.cat([case.entries.slots, pad], 1)))
+        again, again_lse = run(wider, kernel, batch_invariant=True)
+        assert torch.equal(again, out) and torch.equal(again_lse, lse), width
+
+
 def test_empty_step():
     case = make_case(("v4", "v4"), 4, [(3, 4)]).permuted(torch.tensor([], dtype=torch.int64, device=DEVICE))
     out, lse = run(case)

@@ -8,7 +8,7 @@ from torch import Tensor
 from abyssal.config import ModelConfig
 from abyssal.model.weights import Weights
 from abyssal.ops._select import Ops
-from abyssal.ops.engram import engram
+from abyssal.ops.engram import engram, engram_in_tiles
 from abyssal.ops.linear import LinearWeight, dequantize
 
 ROW_BLOCK = (1, 32)  # rows, columns of the table that share a scale
@@ -20,6 +20,7 @@ class Engram:
     def __init__(self, weights: Weights, config: ModelConfig, index: int, dtype: torch.dtype, ops: Ops) -> None:
         self.index, self.rms_eps, self.dtype, self.ops = index, config.rms_eps, dtype, ops
         self.streams, self.hidden = config.hc_mult, config.hidden_size
+        self.add = engram_in_tiles if ops.batch_invariant else engram
         self.table = weights.rows("embed")
         self.wkv = ops.prepare_linear(weights.linear("wkv"))
         self.weight = weights.tensor("q_weight") * weights.tensor("k_weight")  # [S, D]
@@ -35,4 +36,4 @@ class Engram:
         """streams [T, S, D], rows of `read` -> [T, S, D]."""
         kv, *_ = self.ops.linear(rows, self.wkv)  # [T, (S + 1) D]
         key, value = kv.split([self.streams * self.hidden, self.hidden], dim=1)
-        return engram(streams, key.unflatten(1, (self.streams, -1)), value, self.weight, self.rms_eps)
+        return self.add(streams, key.unflatten(1, (self.streams, -1)), value, self.weight, self.rms_eps)

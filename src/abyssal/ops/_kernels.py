@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,39 +53,45 @@ class KernelOps:
         caches: CachePlan,
         max_tokens: int,
         device: torch.device,
+        batch_invariant: bool = False,
     ) -> None:
         """
         Args:
             backend: triton or hopper.
             max_tokens: tokens of a step for which memory is set aside; a larger step makes more.
+            batch_invariant: see `Ops`; launches whose sums are cut alike for every step.
 
         Raises:
             ConfigError: a kernel does not take these sizes or records.
         """
         check_model(model, caches)
-        self.hidden, self.device = model.hidden_size, device
-        self._attention: Callable[..., tuple[Tensor, Tensor]] = portable_attention.sparse_attention
-        self._score: Callable[..., Tensor] = portable_score.index_score
+        self.hidden, self.device, self.batch_invariant = model.hidden_size, device, batch_invariant
+        attention: Callable[..., tuple[Tensor, Tensor]] = portable_attention.sparse_attention
+        self._score: Callable[..., Tensor] = partial(portable_score.index_score, batch_invariant=batch_invariant)
+        # Whether a query has candidates, which Triton scores, depends on the longest sequence of its step.
+        one_scorer = batch_invariant and model.candidate_block_size is not None
         keys = [spec for name, spec in caches.specs.items() if name.endswith("_index")]
         gluon = []
         if backend == "hopper":
             from abyssal.ops.sparse_attention import gluon as hopper_attention
 
-            self._attention = hopper_attention.sparse_attention
+            attention = hopper_attention.sparse_attention
             gluon.append("sparse_attention")
-        if backend == "hopper" and all(spec.layout.name != "index_bf16" for spec in keys):
+        if backend == "hopper" and all(spec.layout.name != "index_bf16" for spec in keys) and not one_scorer:
             from abyssal.ops.index_score import gluon as hopper_score
 
             self._score = hopper_score.index_score
             gluon.append("index_score")
+        self._attention = partial(attention, batch_invariant=batch_invariant)
         self._reserve(max_tokens)
         # of the shared expert, where the routed ones leave room
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
-        log.info("ops: Gluon %s; PyTorch engram; all others Triton", ", ".join(gluon) or "none")
+        mode = "; batch-invariant" if batch_invariant else ""
+        log.info("ops: Gluon %s; PyTorch engram; all others Triton%s", ", ".join(gluon) or "none", mode)
 
     def _reserve(self, tokens: int) -> None:
         """Memory through which the programs of a `site` hand their sums over."""
-        self._handover = hc.HandoverState.allocate(tokens, self.hidden, self.device)
+        self._handover = hc.HandoverState.allocate(tokens, self.hidden, self.device, batch_invariant=self.batch_invariant)
         self._reserved = tokens
 
     def qkv_insert(
@@ -112,6 +119,7 @@ class KernelOps:
         latent = compress(
             rows, norm, facts, store, _pages(state), _pages(sums), Pages(entries.spec.name, *_records(entries)), layer_row,
             overlap=overlap, rotate_keys=rotate_keys, eps=eps, dtype=dtype, with_latent=True,
+            batch_invariant=self.batch_invariant,
         )  # fmt: skip
         assert latent is not None
         return latent
@@ -220,18 +228,18 @@ class KernelOps:
         return products.prepare_linear(weights)
 
     def linear(self, x: Tensor, prepared: products.PreparedLinear) -> tuple[Tensor, ...]:
-        return products.linear(x, prepared)
+        return products.linear(x, prepared, batch_invariant=self.batch_invariant)
 
     def output_quant(
         self, out: Tensor, rope: Tensor, prepared: products.PreparedLinear, groups: int, dtype: torch.dtype
     ) -> Tensor | products.QuantisedInput:
         tile = prepared.groups[0].tile
-        if tile is not None and products.takes_codes(len(out), prepared, groups):
+        if tile is not None and products.takes_codes(len(out), prepared, groups, batch_invariant=self.batch_invariant):
             return output_quant_e4m3(out, rope, tile, groups)
         return output_quant(out, rope, tile, dtype).view(len(out), groups, -1)
 
     def linear_grouped(self, x: Tensor | products.QuantisedInput, prepared: products.PreparedLinear, groups: int) -> Tensor:
-        return products.linear_grouped(x, prepared, groups)
+        return products.linear_grouped(x, prepared, groups, batch_invariant=self.batch_invariant)
 
     def rms_norm(self, *pairs: tuple[Tensor, Tensor], eps: float) -> tuple[Tensor, ...]:
         return rms_norm(*pairs, eps=eps)
@@ -257,7 +265,7 @@ class KernelOps:
             self._reserve(len(source))
         return hc.site(
             source, norm_weight, weights, self._handover, out=out, post=post, comb=comb, pre=pre, rms_eps=rms_eps, eps=eps,
-            iterations=iterations,
+            iterations=iterations, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
     def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -267,7 +275,8 @@ class KernelOps:
         return prepare_experts(layer)
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
-        return moe(x, token_ids, experts, beside=self._beside if len(x) <= 64 else None)
+        beside = self._beside if len(x) <= 64 else None
+        return moe(x, token_ids, experts, batch_invariant=self.batch_invariant, beside=beside)
 
     def route(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
         return choices_of(x, token_ids, experts)

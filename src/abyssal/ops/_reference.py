@@ -28,6 +28,7 @@ from abyssal.ops.sparse_attention import sparse_attention
 
 class ReferenceOps:
     as_lists = False
+    batch_invariant = False
 
     def qkv_insert(
         self, q: Tensor, kv: Tensor, rope: Tensor, window: RecordView, layer_row: int, store: StoreFacts, eps: float | None

@@ -40,6 +40,7 @@ class Ops(Protocol):
     """The ops of a step that have kernels, with one signature for every implementation; shapes are those of the reference."""
 
     as_lists: bool  # which view of a step's queries `build_batch` prepares
+    batch_invariant: bool  # whether a token's results have the same bits whatever else is in its step
 
     def qkv_insert(
         self, q: Tensor, kv: Tensor, rope: Tensor, window: RecordView, layer_row: int, store: StoreFacts, eps: float | None
@@ -169,4 +170,4 @@ def select_ops(config: EngineConfig, model: ModelConfig, caches: CachePlan, devi
         return ReferenceOps()
     from abyssal.ops._kernels import KernelOps
 
-    return KernelOps(config.backend, model, caches, config.max_num_batched_tokens, device)
+    return KernelOps(config.backend, model, caches, config.max_num_batched_tokens, device, config.batch_invariant)

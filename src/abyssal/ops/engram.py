@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.ops.norm import rms_norm
 
 GATE_FLOOR = 1e-6  # of |dot| under the square root
+TILE = 64  # tokens of `engram_in_tiles`
 
 
 def engram(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -26,3 +28,12 @@ def engram(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: flo
     dot = (rms_norm(h, None, eps) * weight * rms_norm(k, None, eps)).sum(-1) * h.shape[-1] ** -0.5  # [T, S]
     gate = torch.sigmoid(dot.abs().clamp(min=GATE_FLOOR).sqrt().copysign(dot))
     return (h + gate.unsqueeze(-1) * value.float().unsqueeze(1)).to(streams.dtype)
+
+
+def engram_in_tiles(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`engram`, TILE tokens at a time, the last ones filled up: the order of PyTorch's sums follows the shape of its input."""
+    tiles = [
+        engram(*(F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, TILE - len(rows))) for rows in tile), weight, eps)
+        for tile in zip(*(x.split(TILE) for x in (streams, key, value)), strict=True)
+    ]
+    return torch.cat(tiles)[: len(streams)]

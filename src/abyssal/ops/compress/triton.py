@@ -39,8 +39,13 @@ class CompressConfig:
     num_warps: int  # of 128 channels each: every thread holds 4 channels of all rows, and pooling needs no exchange
 
 
-def compress_config(dim: int, slots: int) -> CompressConfig:
-    """Groups of up to 8 rows at once; longer groups 16 rows at a time, so that 64 KB are in flight per program."""
+def compress_config(dim: int, slots: int, row_by_row: bool = False) -> CompressConfig:
+    """Groups of up to 8 rows at once; longer groups 16 rows at a time, so that 64 KB are in flight per program.
+
+    Added up row by row, sums have the same bits wherever a step ends and the next goes on with them.
+    """
+    if row_by_row:
+        return CompressConfig(1, 2 * max(1, dim // 128))
     if slots <= 8:
         return CompressConfig(triton.next_power_of_2(max(slots, 1)), max(1, dim // 128))
     return CompressConfig(16, 2 * max(1, dim // 128))
@@ -113,10 +118,11 @@ def compress_kernel(
                 top = m
                 for i in tl.static_range(ROWS):
                     top = tl.maximum(top, score[i])
-                before_weight = tl.exp(m - top)
+                base = tl.where(top == float("-inf"), 0.0, top)  # no row yet: exp(-inf - 0) = 0 rather than NaN
+                before_weight = tl.exp(m - base)
                 s, v, m = s * before_weight, v * before_weight, top
                 for i in tl.static_range(ROWS):
-                    weight = tl.exp(score[i] - top)
+                    weight = tl.exp(score[i] - base)
                     s += weight
                     v += weight * value[i]
             if complete:
@@ -152,6 +158,7 @@ def compress(
     dtype: torch.dtype,
     with_latent: bool = False,
     stored: Tensor | None = None,
+    batch_invariant: bool = False,
     config: CompressConfig | None = None,
 ) -> Tensor | None:
     """Store the entries that this step completes and the state rows that later steps read; arguments as the reference's.
@@ -161,6 +168,7 @@ def compress(
     Args:
         rows: fp32, contiguous in the last dim.
         stored: fp32 [E, D], receives the rows that were packed.
+        batch_invariant: entries do not depend, bit for bit, on how steps cut a sequence.
 
     Returns:
         With `with_latent` the normalised entries [E, D] in `dtype`, before RoPE.
@@ -184,7 +192,7 @@ def compress(
     assert rows.dtype == norm.dtype == torch.float32, f"rows are {rows.dtype}, norm {norm.dtype}; both must be fp32"
     assert len(entry_slots) == len(rope) <= groups, f"{len(entry_slots)} slots and {len(rope)} rotations for {groups} groups"
     assert sums is not None or len(rope) == groups, f"{groups} groups, {len(rope)} complete, and no sums"
-    config = config or compress_config(dim, slots)
+    config = config or compress_config(dim, slots, row_by_row=batch_invariant and sums is not None)
     state_arguments = (store.rows, carried_slots, state.data, state.data.stride(0))
     sum_arguments: tuple[Tensor | None, Tensor | None, Tensor | None, int] = (None, None, None, 0)
     if sums is not None:

@@ -69,6 +69,8 @@ LAUNCHES = {
     True: (*FEW, (64, True, 16, 128, 4, 2, 200), (1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 32, 64, 4, 2, 168)),
     False: (*FEW, (64, True, 16, 128, 4, 2, 255), (1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 64, 32, 8, 3, 128)),
 }
+INVARIANT = (64, 32, 4, 3, 255)  # block_tokens, block_hidden, warps, stages, registers in batch-invariant mode
+INVARIANT_TOKENS = 512  # whose splits every number of tokens takes there: few steps, and few sums to read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,7 @@ class LaunchConfig:
 
 def launch_config(tokens: int, hidden: int, num_sms: int, own_pre: bool, one_launch: bool = True) -> LaunchConfig:
     """One launch where it may and all its programs run at the same time, as they wait for each other; otherwise two."""
-    if hidden % 16:
-        raise ValueError(f"hidden size {hidden} is no multiple of 16: this kernel does not support it; use the reference backend")
+    _check_hidden(hidden)
     for limit, single, block_tokens, block_hidden, num_warps, num_stages, registers in LAUNCHES[own_pre]:
         block_hidden = min(block_hidden, hidden & -hidden)
         block_tokens = min(block_tokens, triton.next_power_of_2(tokens))
@@ -111,6 +112,20 @@ def launch_config(tokens: int, hidden: int, num_sms: int, own_pre: bool, one_lau
         if not single and tokens <= limit:
             return two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
     raise AssertionError("the last row covers every token count")
+
+
+def invariant_config(hidden: int, num_sms: int) -> LaunchConfig:
+    """Two launches of one shape for every number of tokens, so that the sums of a token have one order."""
+    _check_hidden(hidden)
+    block_tokens, block_hidden, num_warps, num_stages, registers = INVARIANT
+    return two_launches(
+        INVARIANT_TOKENS, hidden, num_sms, block_tokens, min(block_hidden, hidden & -hidden), num_warps, num_stages, registers
+    )
+
+
+def _check_hidden(hidden: int) -> None:
+    if hidden % 16:
+        raise ValueError(f"hidden size {hidden} is no multiple of 16: this kernel does not support it; use the reference backend")
 
 
 def two_launches(
@@ -137,9 +152,19 @@ class HandoverState:
     arrivals: Tensor  # int32 [groups]: bit 31 flips when all programs of a group have arrived, the lower bits return to 0
 
     @classmethod
-    def allocate(cls, max_tokens: int, hidden: int, device: torch.device | str, num_sms: int | None = None) -> HandoverState:
-        """For launches of up to `max_tokens` tokens with the configs of `launch_config`."""
+    def allocate(
+        cls,
+        max_tokens: int,
+        hidden: int,
+        device: torch.device | str,
+        num_sms: int | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> HandoverState:
+        """For launches of up to `max_tokens` tokens with the configs of `launch_config`, or with `invariant_config`."""
         num_sms = num_sms or sm_count(torch.device(device))
+        if batch_invariant:
+            return cls.of_size(invariant_config(hidden, num_sms).partial_rows(max_tokens), max_tokens, device)
         sizes = {min(size, max_tokens) for size in (*range(1, 65), *range(64, max_tokens + 32, 32))}  # beyond 64 in whole blocks
         kinds = itertools.product(sizes, (True, False), (True, False))
         rows = max(launch_config(n, hidden, num_sms, own, one).partial_rows(n) for n, own, one in kinds)
@@ -175,12 +200,16 @@ def site(
     rms_eps: float,
     eps: float,
     iterations: int,
+    batch_invariant: bool = False,
     config: LaunchConfig | None = None,
 ) -> Site:
     """`abyssal.ops.hyper_connection.site` for bf16 streams; norm_weight fp32 [D].
 
     At most as many launches may run at the same time (on several streams, each with a state of its own) as fit on the device
     together.
+
+    Args:
+        batch_invariant: a token's results do not depend, bit for bit, on the number of tokens.
     """
     tokens, hidden = source.shape[0], source.shape[-1]
     _check(source, norm_weight, weights, out, post, comb, pre)
@@ -195,7 +224,10 @@ def site(
     result = Site(streams, x, new_pre, new_post, new_comb, mean)
     if tokens == 0:
         return result
-    config = config or launch_config(tokens, hidden, sm_count(source.device), pre is None, one_launch=source.is_cuda)
+    if config is None:
+        sms = sm_count(source.device)
+        chosen = launch_config(tokens, hidden, sms, pre is None, one_launch=source.is_cuda)
+        config = invariant_config(hidden, sms) if batch_invariant else chosen
     rows_needed, groups = config.partial_rows(tokens), triton.cdiv(tokens, config.block_tokens)
     if state.partials.shape[0] < rows_needed or state.arrivals.shape[0] < groups:
         raise ValueError(

@@ -26,9 +26,12 @@ class ScoreConfig:
     stages: int  # tiles in flight per program
 
 
-def score_config(layout: str, n: int, b: int, heads: int, multiprocessors: int) -> ScoreConfig:
-    """Decode: a query per tile and four programs per multiprocessor, whose copies together hide the latency of memory."""
-    queries = max(1, min(4, triton.next_power_of_2(b), 128 // heads))
+def score_config(layout: str, n: int, b: int, heads: int, multiprocessors: int, batch_invariant: bool = False) -> ScoreConfig:
+    """Decode: a query per tile and four programs per multiprocessor, whose copies together hide the latency of memory.
+
+    Tiles of several queries may add up heads in another order than those of one, which is what `batch_invariant` keeps to.
+    """
+    queries = 1 if batch_invariant else max(1, min(4, triton.next_power_of_2(b), 128 // heads))
     return ScoreConfig(programs=multiprocessors * (4 if queries == 1 else 2), queries=queries, warps=4, stages=8)
 
 
@@ -217,6 +220,7 @@ def index_score(
     num_entries: int,
     out: Tensor | None = None,
     maxima: Tensor | None = None,
+    batch_invariant: bool = False,
     config: ScoreConfig | None = None,
 ) -> Tensor:
     """Scores of every query against its sequence's paged keys (V4 spec 2.10), fp32 sums.
@@ -232,6 +236,7 @@ def index_score(
         num_entries: capacity N of a row of scores.
         out: fp32 [n, b, N].
         maxima: fp32 [n, b, >= N / 16], receives the largest visible score of every 16 entries, as `select_topk` takes them.
+        batch_invariant: scores have the bits of `index_score_blocks`, however many queries there are.
 
     Returns:
         fp32 [n, b, N]; entries at and beyond `visible` are not written.
@@ -243,7 +248,7 @@ def index_score(
     if out.numel() == 0:
         return out
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
-    config = config or score_config(layout.name, n, b, heads, multiprocessors(q))
+    config = config or score_config(layout.name, n, b, heads, multiprocessors(q), batch_invariant)
     rows = n * -(-b // config.queries)
     _index_score_kernel[(config.programs,)](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,

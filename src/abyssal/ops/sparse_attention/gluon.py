@@ -22,7 +22,7 @@ from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys
-from abyssal.ops.sparse_attention.triton import FIXED_SPLIT_BLOCKS, LOG2_E, best_split, combine, multiprocessors, new_partial
+from abyssal.ops.sparse_attention.triton import LOG2_E, best_split, combine, fixed_splits, multiprocessors, new_partial
 
 BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64
@@ -42,7 +42,7 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     """As for the portable kernel, with blocks of 64 heads and 64 keys."""
     blocks = sum(-(-keys // BLOCK_KEYS) for keys in max_keys)
     if batch_invariant:
-        return LaunchConfig(Splits(max(1, -(-blocks // FIXED_SPLIT_BLOCKS)), FIXED_SPLIT_BLOCKS))
+        return LaunchConfig(fixed_splits(blocks))
     return LaunchConfig(Splits(best_split(tokens * -(-heads // BLOCK_HEADS), blocks, sms), None))
 
 

@@ -44,10 +44,15 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     block_heads = min(64, max(16, triton.next_power_of_2(heads)))
     blocks = sum(-(-keys // BLOCK_KEYS) for keys in max_keys)
     if batch_invariant:
-        splits = Splits(max(1, -(-blocks // FIXED_SPLIT_BLOCKS)), FIXED_SPLIT_BLOCKS)
+        splits = fixed_splits(blocks)
     else:
         splits = Splits(best_split(tokens * -(-heads // block_heads), blocks, sms), None)
     return LaunchConfig(block_heads, BLOCK_KEYS, splits, num_warps=8 if block_heads == 64 else 4, num_stages=2)
+
+
+def fixed_splits(blocks: int) -> Splits:
+    """Splits of lists of up to `blocks` blocks of keys; two at least, as what is not combined is rounded another way."""
+    return Splits(max(2, -(-blocks // FIXED_SPLIT_BLOCKS)), FIXED_SPLIT_BLOCKS)
 
 
 def best_split(programs: int, blocks: int, sms: int) -> int:
