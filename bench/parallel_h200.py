@@ -30,8 +30,8 @@ from abyssal.parallel.comm import ALONE, Comm
 from abyssal.parallel.mesh import Mesh
 
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 700, 64
-CONTEXT, WARM_UP, STEPS, PROFILED = 8192, 5, 32, 3
-PATIENCE = 500.0  # seconds
+WARM_UP, STEPS, PROFILED = 5, 32, 3
+PATIENCE = 200.0  # seconds for a job
 
 Job = Callable[..., Any]
 
@@ -134,15 +134,14 @@ def compare_tokens(gpus: list[int], device: str) -> dict[str, Any]:
 # Slice
 
 
-def slice_job(comm: Comm, device: str, folder: str, sequences: int) -> dict[str, Any]:
+def slice_job(comm: Comm, device: str, folder: str, sequences: int, context: int) -> dict[str, Any]:
     """Decode `sequences` sequences on this rank's replica, all ranks at a time."""
     from abyssal.measure.records import add_running
     from bench.slices import random_weights
 
     config = engine_config(comm, device, model=folder, max_num_seqs=sequences, gpu_memory_utilization=0.95)
     engine = Engine(config, random_weights, comm)
-    context = min(CONTEXT, engine.info.max_model_len - 200)
-    names = add_running(engine, sequences, context)
+    names = add_running(engine, sequences, min(context, engine.info.max_model_len - 200))
     for _ in range(WARM_UP):
         engine.step()
     ends = [_now(device)]
@@ -179,7 +178,7 @@ def _profiled(engine: Engine) -> tuple[float, float]:
     return sum(ms for name, ms in times.items() if "nccl" in name.lower()), sum(times.values())
 
 
-def measure_slice(gpus: list[int], device: str, layers: int, sequences: int) -> dict[str, Any]:
+def measure_slice(gpus: list[int], device: str, layers: int, sequences: int, context: int) -> dict[str, Any]:
     from dataclasses import replace
 
     from bench.slices import SLICES, slice_config, write_slice
@@ -188,7 +187,7 @@ def measure_slice(gpus: list[int], device: str, layers: int, sequences: int) -> 
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_slice(Path(temporary), slice_config(replace(SLICES["v4-flash"], layers=layers)))
         for count in [1, *gpus]:
-            ranks = on_ranks(slice_job, Mesh(count, 1, count), device, str(folder), sequences)
+            ranks = on_ranks(slice_job, Mesh(count, 1, count), device, str(folder), sequences, context)
             speed = sum(rank["tokens_per_second"] for rank in ranks)
             step = statistics.mean(rank["median_ms"] for rank in ranks)
             share = statistics.mean(
@@ -218,6 +217,7 @@ def main() -> None:
     parser.add_argument("--slice-only", action="store_true")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--sequences", type=int, default=128, help="on each GPU")
+    parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     present = torch.cuda.device_count() if args.device == "cuda" else 2
@@ -226,7 +226,7 @@ def main() -> None:
     if not args.slice_only:
         result["tokens"] = compare_tokens(gpus, args.device)
     if not args.tokens_only:
-        result["slice"] = measure_slice(gpus, args.device, args.layers, args.sequences)
+        result["slice"] = measure_slice(gpus, args.device, args.layers, args.sequences, args.context)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
 

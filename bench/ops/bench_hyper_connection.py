@@ -84,7 +84,10 @@ def cases(hidden_sizes: list[int], tokens: list[int], num_sms: int) -> list[tupl
             configs = [chosen]
             configs += [c for v in VARIANTS[count] if (c := config_of(count, hidden, v, num_sms)) not in (None, chosen)]
             for own in (True, False):
-                some = [c for c in configs if own or c.one_launch or c.num_warps == 8] if hidden == HIDDEN[0] else [chosen]
+                if hidden == HIDDEN[0]:
+                    some = [c for c in configs if own or c == chosen or c.one_launch or c.num_warps == 8]
+                else:
+                    some = [c for c in configs if c == chosen or (c.relay and c.block_hidden == 64)]
                 found += [(hidden, count, own, c) for c in some]
     return found
 

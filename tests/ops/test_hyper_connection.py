@@ -196,7 +196,7 @@ def test_kernel_launch_shapes(config, own):
     check_site(run_kernel(arguments, weights, config=config), arguments, weights)
 
 
-@pytest.mark.parametrize("block_tokens", [16, 32], ids=["direct", "relayed"])
+@pytest.mark.parametrize("block_tokens", [16, 64], ids=["direct", "relayed"])
 @pytest.mark.parametrize("own", [True, False], ids=["v4", "v41"])
 def test_kernel_programs_of_one_launch_hand_over(own, block_tokens):
     """Groups of four programs and a ragged last group.

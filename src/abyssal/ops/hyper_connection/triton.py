@@ -439,12 +439,36 @@ def _collapse(n, pre):
 
 
 @triton.jit
-def _project(sums, n, high, low):
-    """sums[k] [BT, 32] += n[k] fn[k]^T over the columns at hand: one sum per stream, because a chain of products waits on itself."""
-    new = ()
+def _load_weights(fn, d, D: tl.constexpr, ROWS: tl.constexpr):
+    """Four tensors [BD, 64], one per stream: the high halves of the weights in columns 0 to 31, the low ones in 32 to 63."""
+    column = tl.arange(0, 64) % 32
+    first: tl.constexpr = 24 - ROWS
+    has = (column >= first) & (column < 24)
+    row = tl.arange(0, 64) // 32 * ROWS + column - first
+    return _load4(fn, row[None, :] * (4 * D) + d[:, None], D, has[None, :])
+
+
+@triton.jit
+def _project(products, n, weights):
+    """products [BT, 64] += n fn^T over the columns at hand."""
     for k in tl.static_range(4):
-        new = new + (tl.dot(n[k], low[k], tl.dot(n[k], high[k], sums[k])),)
-    return new
+        products = tl.dot(n[k], weights[k], products)
+    return products
+
+
+@triton.jit
+def _project_apart(n, high, low):
+    """The same of few tokens, high and low halves added, [BT, 32]: a sum per stream, because a chain of small products waits on itself."""
+    products = ()
+    none = tl.zeros((n[0].shape[0], 32), tl.float32)
+    for k in tl.static_range(4):
+        products = products + (tl.dot(n[k], low[k], tl.dot(n[k], high[k], none)),)
+    return (products[0] + products[1]) + (products[2] + products[3])
+
+
+@triton.jit
+def _add_halves(products):
+    return tl.sum(tl.reshape(products, (products.shape[0], 2, 32)), axis=1)
 
 
 @triton.jit
@@ -707,10 +731,13 @@ def hyper_connection_site(
     coefficient = tl.arange(0, 32)
     first: tl.constexpr = 24 - ROWS
     if ROWS > 0:
-        has = ((coefficient >= first) & (coefficient < 24))[None, :]
-        weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
-        high = _load4(fn, weight_at, D, has)
-        low = _load4(fn + ROWS * 4 * D, weight_at, D, has)
+        if BT >= 64:
+            weights = _load_weights(fn, d, D, ROWS)
+        else:
+            has = ((coefficient >= first) & (coefficient < 24))[None, :]
+            weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
+            high = _load4(fn, weight_at, D, has)
+            low = _load4(fn + ROWS * 4 * D, weight_at, D, has)
         all_base, all_scale = _load_affine(base, scale, ROWS)
         pre_base, pre_scale = _load_pre_affine(base, scale, ROWS)
     norm = tl.load(norm_weight + d)[None, :]
@@ -727,9 +754,10 @@ def hyper_connection_site(
         _store_each(streams + start * (4 * D) + at, n, D, mask)
     row = partials + (split * BT + local)[:, None] * ROW
     if ROWS > 0:
-        none = tl.zeros((BT, 32), tl.float32)
-        products = _project((none, none, none, none), n, high, low)
-        products = (products[0] + products[1]) + (products[2] + products[3])
+        if BT >= 64:
+            products = _add_halves(_project(tl.zeros((BT, 64), tl.float32), n, weights))
+        else:
+            products = _project_apart(n, high, low)
         tl.store(row + coefficient[None, :], products, mask=mask & (coefficient < 24)[None, :])
     if OWN_PRE:
         sums = _gram(n)
@@ -834,11 +862,6 @@ def hyper_connection_project(
         old_post, old_comb = _load_old(post + start * 4, comb + start * 16, local, mask)
     if not OWN_PRE:
         given = _load4(pre + start * 4, local[:, None] * 4, 1, mask)
-    # The high halves of the weights make columns 0 to 31 of the product, the low ones 32 to 63.
-    column = tl.arange(0, 64) % 32
-    first: tl.constexpr = 24 - ROWS
-    has = ((column >= first) & (column < 24))[None, :]
-    fn_row = (tl.arange(0, 64) // 32 * ROWS + column - first) * (4 * D)
     products = tl.zeros((BT, 64), tl.float32)
     squares = tl.zeros((BT, BD), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
@@ -855,9 +878,7 @@ def hyper_connection_project(
         if SOURCE != "streams":
             _store_each(streams + at, n, D, mask)
         if ROWS > 0:
-            weights = _load4(fn, fn_row[None, :] + d[:, None], D, has)
-            for k in tl.static_range(4):
-                products = tl.dot(n[k], weights[k], products)
+            products = _project(products, n, _load_weights(fn, d, D, ROWS))
             squares = _add_squares(n, squares)
         if not OWN_PRE:
             tl.store(x + x_at, _collapse(n, given), mask=mask)
@@ -866,8 +887,7 @@ def hyper_connection_project(
     if ROWS > 0:
         row = partials + (split * BT + local) * ROW
         coefficient = tl.arange(0, 32)
-        raw = tl.sum(tl.reshape(products, (BT, 2, 32)), axis=1)
-        tl.store(row[:, None] + coefficient[None, :], raw, mask=mask & (coefficient < 24)[None, :])
+        tl.store(row[:, None] + coefficient[None, :], _add_halves(products), mask=mask & (coefficient < 24)[None, :])
         tl.store(row + 24, tl.sum(squares, axis=1), mask=valid)
 
 

@@ -259,6 +259,11 @@ def rounded(x, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, quan
 
 
 @triton.constexpr_function
+def padded_count(count: int) -> int:
+    return triton.next_power_of_2(count)
+
+
+@triton.constexpr_function
 def row_words(columns: int, format: str) -> int:
     """32-bit words of a row of weights."""
     return columns // {"fp4": 8, "fp8": 4, "plain": 2}[format]
@@ -585,7 +590,7 @@ def moe_route(
     identity = tl.load(token_ids + token)
     _store_input(x + token * D, inputs + token * DP, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
     scores = tl.sqrt_rn(_softplus(z))
-    taken = tl.arange(0, padded_choices(CHOICES))
+    taken = tl.arange(0, padded_count(CHOICES))
     chosen = tl.full(taken.shape, -1, tl.int32)
     values = tl.zeros(taken.shape, tl.float32)
     total = 0.0
@@ -607,11 +612,6 @@ def moe_route(
     tl.store(weights + token * CHOICES + taken, values / (total + SUM_FLOOR) * scale, mask=kept)
 
 
-@triton.constexpr_function
-def padded_choices(choices: int) -> int:
-    return triton.next_power_of_2(choices)
-
-
 @triton.jit
 def _store_input(
     x, inputs, D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
@@ -623,13 +623,15 @@ def _store_input(
         tl.store(inputs + place(k, FORMAT, STEPS), to_bf16(rounded(raw, TILE, 1, WIDTH, quant)), mask=k < DP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def moe_input(
-    x, inputs, D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+    x, inputs, arrivals, blocks, ARRIVALS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The input of the shared expert: x [T, D] -> bf16 [T, DP] on the products' grid and in their order."""
+    """The input of the shared expert: x [T, D] -> bf16 [T, DP] on the products' grid and in their order; arrivals as in `moe_plan`."""
     token = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, padded_count(ARRIVALS))
+    tl.store(arrivals + token * ARRIVALS + index, 0, mask=(token < blocks) & (index < ARRIVALS))
     _store_input(x + token * D, inputs + token * DP, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
 
 
@@ -866,7 +868,7 @@ def route(x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfi
     parts, padded, width = experts.gate.shape
     steps = width // GATE_STEP.value
     few = tokens <= 64
-    runs, tiles, block = (steps, 1, 8) if few else (1, 4, 64)
+    runs, tiles, block = (steps, 1, 8) if few else (1, 2, 32)
     partials = torch.empty(runs, tokens, padded, dtype=torch.float32, device=x.device)
     moe_logits[(padded // (16 * tiles), runs, triton.cdiv(tokens, block))](
         x, experts.gate.view(torch.int32), partials, tokens, 1 / experts.temperature, D=dim, DP=width, EP=padded, PARTS=parts, TILES=tiles,
@@ -939,11 +941,12 @@ def shared_expert(x: Tensor, experts: KernelExperts, config: MoeConfig) -> Tenso
     _, rows, inner = w2.shape
     up, down = _fitting(config.up, w13.shape[2]), _fitting(config.down, inner)
     inputs = torch.empty(tokens, w13.shape[2], dtype=torch.bfloat16, device=x.device)
-    moe_input[(tokens,)](x, inputs, **_input_constants(dim, w13, up), num_warps=4)
+    blocks = triton.cdiv(tokens, up.block_tokens)
+    arrivals = inner // (w2.tile or inner)
+    counters = torch.empty(blocks, arrivals, dtype=torch.int32, device=x.device)
+    moe_input[(tokens,)](x, inputs, counters, blocks, ARRIVALS=arrivals, **_input_constants(dim, w13, up), num_warps=4)
     hidden = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
     outputs = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
-    blocks = triton.cdiv(tokens, up.block_tokens)
-    counters = torch.zeros(blocks, inner // (w2.tile or inner), dtype=torch.int32, device=x.device)
     _up(w13, w2, inputs, (None, None, None), hidden, counters, tokens, 1, experts.limit, up)
     _down(w2, hidden, (None, None), outputs, tokens, down)
     return outputs
@@ -1107,13 +1110,21 @@ def _routing_cases(name: str, dim: int, experts: int, tile: int) -> list[AotCase
             {"D": dim, "DP": dim, "EP": experts, "PARTS": 1, "TILES": tiles, "TOKENS": tokens, "RUN": run},
             num_warps=1, num_stages=1, aligned=("x", "gate", "partials"),
         )
-        for tokens, tiles, run in ((8, 1, 1), (64, 4, steps))
+        for tokens, tiles, run in ((8, 1, 1), (32, 2, steps))
     ]  # fmt: skip
     for kind, absent in (("scored", "tid2eid"), ("hashed", "bias")):
         constants = {"E": experts, "EP": padded, "STRIDE": experts, "RUNS": steps, "CHOICES": 6, absent: None} | store
         signature = {n: k for n, k in route.items() if n != absent}
         cases.append(AotCase(f"moe_route {name} {kind}", moe_route, signature, constants, aligned=("partials", "x", "inputs")))
-    cases.append(AotCase(f"moe_input {name}", moe_input, {"x": "*bf16", "inputs": "*bf16"}, store, aligned=("x", "inputs")))
+    cases.append(
+        AotCase(
+            f"moe_input {name}",
+            moe_input,
+            {"x": "*bf16", "inputs": "*bf16", "arrivals": "*i32", "blocks": "i32"},
+            store | {"ARRIVALS": 16},
+            aligned=("x", "inputs"),
+        )
+    )
     plan = {
         "experts": "*i32",
         "order": "*i32",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -73,6 +74,7 @@ def sparse_attention(
         q.stride(1),
         *_key_arguments(window),
         *_key_arguments(entries),
+        no_record(q.device),
         sink,
         scale * LOG2_E,
         out,
@@ -98,6 +100,12 @@ def sparse_attention(
     if splits.count > 1:
         combine(partial, splits, sink, out, lse)
     return out, lse
+
+
+@cache
+def no_record(device: torch.device) -> Tensor:
+    """A record of zeros, which kernels read in place of those that do not exist."""
+    return torch.zeros(max(layouts.get(name).data_bytes for pair in PAIRS for name in pair), dtype=torch.uint8, device=device)
 
 
 def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, Tensor]:
@@ -137,6 +145,7 @@ def attend_kernel(
     entry_slots,
     entry_slots_stride,
     entry_lengths,
+    zeros,
     sink,
     scale_log2,
     out,
@@ -221,7 +230,7 @@ def attend_kernel(
             (
                 bring_blocks,
                 (window_row, window_length, window_pages, window_page_stride, entry_row, entry_length, entry_pages,
-                 entry_page_stride, first, last, (left, right), bias, k_full, k_empty, WINDOW, ENTRIES, WINDOW_PER_PAGE,
+                 entry_page_stride, zeros, first, last - first, (left, right), bias, k_full, k_empty, WINDOW, ENTRIES, WINDOW_PER_PAGE,
                  ENTRIES_PER_PAGE),
             ),
         ],
@@ -360,28 +369,29 @@ def store_half(acc, factor, keys, out_rows, out_stride, heads):
 
 @gluon.jit
 def bring_blocks(
-    window_row, window_length, window_pages, window_page_stride, entry_row, entry_length, entry_pages, entry_page_stride,
-    first, last, keys, bias, k_full, k_empty,
+    window_row, window_length, window_pages, window_page_stride, entry_row, entry_length, entry_pages, entry_page_stride, zeros,
+    first, blocks, keys, bias, k_full, k_empty,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Bring the records of both lists to shared memory as bf16, block by block.
 
     The slots of the block after next and the records of the next block are on their way while a block is converted.
     """
-    lists = (window_row, window_length, entry_row, entry_length, (window_length + 63) // 64, last)
-    pools = (window_pages, window_page_stride, entry_pages, entry_page_stride, (window_length + 63) // 64)
-    where = locate(first, block_slots(first, lists), pools, bias.index(0), WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-    slots = block_slots(first + 1, lists)
+    # Both lists as if slot 0 of either were the first of all blocks; none reaches beyond the last block.
+    window_blocks = (window_length + 63) // 64 - first
+    window_end = gl.minimum(window_length - first * 64, blocks * 64)
+    entry_end = gl.minimum(entry_length + window_blocks * 64, blocks * 64)
+    lists = (window_row + first * 64, window_end, entry_row - window_blocks * 64, entry_end, window_blocks)
+    pools = (window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks)
+    where = locate(0, block_slots(0, lists), pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    slots = block_slots(1, lists)
     if WINDOW.grid is None:
-        for block in range(first, last):
-            done = block - first
-            half = done % 2
-            mbarrier.wait(k_empty.index(half), done // 2 % 2 ^ 1)
+        for block in range(blocks):
+            half = block % 2
+            mbarrier.wait(k_empty.index(half), block // 2 % 2 ^ 1)
             copy_records(where, keys, half)
             async_copy.mbarrier_arrive(k_full.index(half))
-            where = locate(
-                block + 1, slots, pools, bias.index((done + 1) % 4), WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE
-            )
+            where = locate(block + 1, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             slots = block_slots(block + 2, lists)
             mbarrier.arrive(k_full.index(half))
     else:
@@ -389,34 +399,34 @@ def bring_blocks(
         part1 = load_part(1, where, WINDOW, ENTRIES)
         part2 = load_part(2, where, WINDOW, ENTRIES)
         part3 = load_part(3, where, WINDOW, ENTRIES)
-        for block in range(first, last):
-            done = block - first
-            half = done % 2
-            in_window = block < (window_length + 63) // 64
-            mbarrier.wait(k_empty.index(half), done // 2 % 2 ^ 1)
-            where = locate(
-                block + 1, slots, pools, bias.index((done + 1) % 4), WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE
-            )
-            convert_part(0, part0, in_window, keys, half, WINDOW, ENTRIES)
+        left_scales = load_scales(0, where, WINDOW, ENTRIES)
+        right_scales = load_scales(1, where, WINDOW, ENTRIES)
+        for block in range(blocks):
+            half = block % 2
+            in_window = block < window_blocks
+            mbarrier.wait(k_empty.index(half), block // 2 % 2 ^ 1)
+            where = locate(block + 1, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            convert_part(0, part0, left_scales, in_window, keys, half, WINDOW, ENTRIES)
             part0 = load_part(0, where, WINDOW, ENTRIES)
-            convert_part(2, part2, in_window, keys, half, WINDOW, ENTRIES)
+            convert_part(2, part2, right_scales, in_window, keys, half, WINDOW, ENTRIES)
             part2 = load_part(2, where, WINDOW, ENTRIES)
-            convert_part(1, part1, in_window, keys, half, WINDOW, ENTRIES)
+            convert_part(1, part1, left_scales, in_window, keys, half, WINDOW, ENTRIES)
             part1 = load_part(1, where, WINDOW, ENTRIES)
-            convert_part(3, part3, in_window, keys, half, WINDOW, ENTRIES)
+            left_scales = load_scales(0, where, WINDOW, ENTRIES)
+            convert_part(3, part3, right_scales, in_window, keys, half, WINDOW, ENTRIES)
             part3 = load_part(3, where, WINDOW, ENTRIES)
+            right_scales = load_scales(1, where, WINDOW, ENTRIES)
             slots = block_slots(block + 2, lists)
             mbarrier.arrive(k_full.index(half))
 
 
 @gluon.jit
 def block_slots(block, lists):
-    """Slots of a block [64], -1 beyond its list's end and beyond the last block."""
-    window_row, window_length, entry_row, entry_length, window_blocks, last = lists
+    """Slots of a block [64], -1 beyond its list's end."""
+    window_row, window_end, entry_row, entry_end, window_blocks = lists
     in_window = block < window_blocks
-    n = (block if in_window else block - window_blocks) * 64 + gl.arange(0, 64, layout=KEYS)
-    length = window_length if in_window else entry_length
-    return gl.load((window_row if in_window else entry_row) + n, mask=(n < length) & (block < last), other=-1)
+    n = block * 64 + gl.arange(0, 64, layout=KEYS)
+    return gl.load((window_row if in_window else entry_row) + n, mask=n < (window_end if in_window else entry_end), other=-1)
 
 
 @gluon.jit
@@ -424,13 +434,13 @@ def locate(
     block, slots, pools, bias, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Where records lie, how far from there their scales, which records exist, and whether they are of the window.
+    """Where records lie, how far from there their scales, and whether they are of the window.
 
     What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
     after next comes to shared memory.
     """
-    bias.store(gl.where(slots >= 0, 0.0, float("-inf")))
-    window_pages, window_page_stride, entry_pages, entry_page_stride, window_blocks = pools
+    bias.index(block % 4).store(gl.where(slots >= 0, 0.0, float("-inf")))
+    window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
     in_window = block < window_blocks
     slot = gl.maximum(slots, 0)
     if WINDOW_PER_PAGE == ENTRIES_PER_PAGE:
@@ -443,110 +453,122 @@ def locate(
     all_data = WINDOW_PER_PAGE * WINDOW.data_bytes if in_window else ENTRIES_PER_PAGE * ENTRIES.data_bytes
     pages = window_pages if in_window else entry_pages
     data = pages + page.to(gl.int64) * (window_page_stride if in_window else entry_page_stride) + row * data_bytes
-    return data, all_data - row * (data_bytes - scale_bytes), slots >= 0, in_window
+    data = gl.where(slots >= 0, data, zeros)
+    return data, gl.where(slots >= 0, all_data - row * (data_bytes - scale_bytes), 0), in_window
 
 
 @gluon.jit
 def copy_records(where, keys, half):
     """Records that are bf16 already go to shared memory without passing registers."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, COPY)
-    there = gl.expand_dims(gl.convert_layout(where[2], ROWS), 1)
-    rows = gl.expand_dims(gl.convert_layout(where[0], ROWS).to(gl.pointer_type(gl.bfloat16)), 1)
+    rows = gl.expand_dims(gl.convert_layout(where[0], gl.SliceLayout(1, COPY)).to(gl.pointer_type(gl.bfloat16)), 1)
     for i in gl.static_range(2):
         columns = i * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
-        async_copy.async_copy_global_to_shared(keys[i].index(half), rows + gl.expand_dims(columns, 0), mask=there)
+        async_copy.async_copy_global_to_shared(keys[i].index(half), rows + gl.expand_dims(columns, 0))
 
 
 @gluon.jit
 def load_part(PART: gl.constexpr, where, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
-    """What becomes a quarter of the columns: codes and their scales."""
+    """What becomes a quarter of the columns; of two layouts the one that a block has."""
     if WINDOW.name == ENTRIES.name:
         return load_codes(PART, where, WINDOW)
     else:
-        if where[3]:
-            codes, scale = load_codes(PART, where, WINDOW)
-            more = scale
+        if where[2]:
+            codes = load_codes(PART, where, WINDOW)
         else:
-            codes, scale, more = load_codes(PART, where, ENTRIES)
-        return codes, scale, more
+            codes = load_codes(PART, where, ENTRIES)
+        return codes
 
 
 @gluon.jit
 def load_codes(PART: gl.constexpr, where, LAYOUT: gl.constexpr):
-    """Codes int32 [64, 8, 4] and a word of scales for each thread, int32 [64, 8], and what else the layout needs.
+    """Codes int32 [64, 8, 4].
 
-    v4: 128 codes of each key, in the last part 64 codes [64, 8, 2], and 64 bf16. v41: 128 codes. v41_fp4: parts 0 and 1 hold 256 codes
-    each, the first half of them in the first two words, and scales of each half; the other parts hold nothing.
+    v4: 128 codes of each key, in the last part 64 codes [64, 8, 2], and 64 bf16. v41: 128 codes. v41_fp4: parts 0 and 2 hold 256 codes
+    each, the first half of them in the first two words; the other parts hold nothing.
     """
-    data, gap, there, _ = where
-    words = data.to(gl.pointer_type(gl.int32))
-    scales = (data + gap).to(gl.pointer_type(gl.int32))
-    if LAYOUT.name == "v4":
-        scale = load_scales(scales + PART // 2, there, 8)
-        if PART < 3:
-            return load_words(words + PART * 32, there, WIDE), scale
+    words = where[0].to(gl.pointer_type(gl.int32)) + PART * (16 if LAYOUT.name == "v41_fp4" else 32)
+    if LAYOUT.name != "v41_fp4":
+        if LAYOUT.name == "v4" and PART == 3:
+            return load_words(words, NARROW), load_words(words + 16, WIDE)
         else:
-            return load_words(words + 96, there, NARROW), scale, load_words(words + 112, there, WIDE)
-    elif LAYOUT.name == "v41":
-        return load_words(words + PART * 32, there, WIDE), load_scales(scales + PART, there, 8)
+            return load_words(words, WIDE)
+    elif PART % 2 == 0:
+        pair = gl.join(load_words(words, NARROW), load_words(words + 16, NARROW))
+        return gl.convert_layout(gl.reshape(pair, [64, 8, 4]), WIDE)
     else:
-        gl.static_assert(LAYOUT.name == "v41_fp4")
-        if PART < 2:
-            pair = gl.join(load_words(words + PART * 32, there, NARROW), load_words(words + (PART * 32 + 16), there, NARROW))
-            codes = gl.convert_layout(gl.reshape(pair, [64, 8, 4]), WIDE)
-            return codes, load_scales(scales + PART * 4, there, 4), load_scales(scales + (PART * 4 + 2), there, 4)
-        else:
-            none = gl.zeros([64, 8], gl.int32, gl.SliceLayout(2, WIDE))
-            return gl.zeros([64, 8, 4], gl.int32, WIDE), none, none
+        return gl.zeros([64, 8, 4], gl.int32, WIDE)
 
 
 @gluon.jit
-def load_words(data, there, LAYOUT: gl.constexpr):
+def load_words(data, LAYOUT: gl.constexpr):
     """Bytes of each key from `data` on: int32 [64, 8, words], 8 threads of a row."""
     WORDS: gl.constexpr = LAYOUT.shape[2]
-    ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
-    data, there = gl.convert_layout(data, ROWS, assert_trivial=True), gl.convert_layout(there, ROWS, assert_trivial=True)
-    rows = gl.expand_dims(gl.expand_dims(data, 1), 2)
+    data = gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
     v = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
     w = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
-    return gl.load(rows + (v * WORDS + w), mask=gl.expand_dims(gl.expand_dims(there, 1), 2), other=0)
+    return gl.load(gl.expand_dims(gl.expand_dims(data, 1), 2) + (v * WORDS + w))
 
 
 @gluon.jit
-def load_scales(scales, there, THREADS: gl.constexpr):
-    """A word of scale bytes for each thread's codes: int32 [64, 8]; THREADS share one."""
+def load_scales(SIDE: gl.constexpr, where, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
+    """Scales of both quarters of one half: two words for each thread, int32 [64, 8]."""
+    if WINDOW.name == ENTRIES.name:
+        return load_scale_words(SIDE, where, WINDOW)
+    else:
+        if where[2]:
+            first, second = load_scale_words(SIDE, where, WINDOW)
+        else:
+            first, second = load_scale_words(SIDE, where, ENTRIES)
+        return first, second
+
+
+@gluon.jit
+def load_scale_words(SIDE: gl.constexpr, where, LAYOUT: gl.constexpr):
+    scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32))
+    if LAYOUT.name == "v4":  # of a half's four scales
+        word = load_scale_word(scales + SIDE, 8)
+        return word, word
+    elif LAYOUT.name == "v41":  # of a quarter's four
+        return load_scale_word(scales + SIDE * 2, 8), load_scale_word(scales + (SIDE * 2 + 1), 8)
+    else:  # of a quarter's eight
+        gl.static_assert(LAYOUT.name == "v41_fp4")
+        return load_scale_word(scales + SIDE * 4, 4), load_scale_word(scales + (SIDE * 4 + 2), 4)
+
+
+@gluon.jit
+def load_scale_word(scales, THREADS: gl.constexpr):
+    """A word for THREADS threads of a row."""
     v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, WIDE))), 0)
-    return gl.load(gl.expand_dims(scales, 1) + v // THREADS, mask=gl.expand_dims(there, 1), other=0)
+    return gl.load(gl.expand_dims(scales, 1) + v // THREADS)
 
 
 @gluon.jit
-def convert_part(PART: gl.constexpr, part, in_window, keys, half, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
+def convert_part(PART: gl.constexpr, part, scales, in_window, keys, half, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
     """Write one part of a block as bf16 into its quarter of shared memory, or two quarters."""
     if WINDOW.name == ENTRIES.name:
-        convert_codes(PART, part, keys, half, WINDOW)
+        convert_codes(PART, part, scales, keys[PART // 2].index(half), WINDOW)
     else:
         if in_window:
-            convert_codes(PART, part, keys, half, WINDOW)
+            convert_codes(PART, part, scales, keys[PART // 2].index(half), WINDOW)
         else:
-            convert_codes(PART, part, keys, half, ENTRIES)
+            convert_codes(PART, part, scales, keys[PART // 2].index(half), ENTRIES)
 
 
 @gluon.jit
-def convert_codes(PART: gl.constexpr, part, keys, half, LAYOUT: gl.constexpr):
+def convert_codes(PART: gl.constexpr, part, scales, keys, LAYOUT: gl.constexpr):
     if LAYOUT.name == "v4":
         if PART < 3:
-            values = convert_e4m3(part[0], pick_scale(part[1], PART % 2 * 2, 4, WIDE))
+            values = convert_e4m3(part, pick_scale(scales[0], PART % 2 * 2, 4, WIDE))
         else:
-            values = convert_e4m3(part[0], pick_scale(part[1], 2, 8, NARROW))
-            values = gl.join(gl.reshape(values, [64, 32]), gl.reshape(part[2], [64, 32])).permute((0, 2, 1))
-        store_words(values, keys[PART // 2].index(half), PART % 2)
+            values = convert_e4m3(part[0], pick_scale(scales[0], 2, 8, NARROW))
+            values = gl.join(gl.reshape(values, [64, 32]), gl.reshape(part[1], [64, 32])).permute((0, 2, 1))
+        store_words(values, keys, PART % 2)
     elif LAYOUT.name == "v41":
-        store_words(convert_e4m3(part[0], pick_scale(part[1], 0, 2, WIDE)), keys[PART // 2].index(half), PART % 2)
-    elif PART < 2:
-        first, second = gl.split(gl.reshape(part[0], [64, 8, 2, 2]))
-        first, second = gl.convert_layout(first, NARROW), gl.convert_layout(second, NARROW)
-        store_words(convert_e2m1(first, pick_scale(part[1], 0, 1, NARROW)), keys[PART].index(half), 0)
-        store_words(convert_e2m1(second, pick_scale(part[2], 0, 1, NARROW)), keys[PART].index(half), 1)
+        store_words(convert_e4m3(part, pick_scale(scales[PART % 2], 0, 2, WIDE)), keys, PART % 2)
+    elif PART % 2 == 0:
+        first, second = gl.split(gl.reshape(part, [64, 8, 2, 2]))
+        store_words(convert_e2m1(gl.convert_layout(first, NARROW), pick_scale(scales[0], 0, 1, NARROW)), keys, 0)
+        store_words(convert_e2m1(gl.convert_layout(second, NARROW), pick_scale(scales[1], 0, 1, NARROW)), keys, 1)
 
 
 @gluon.jit
@@ -654,7 +676,7 @@ def convert_e2m1(codes, scale):
 
 def aot_cases() -> list[AotCase]:
     """Every pair of layouts, with splits and without."""
-    pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("window_pages", "entry_pages"), "*u8")
+    pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("window_pages", "entry_pages", "zeros"), "*u8")
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
     pointers |= dict.fromkeys(("sink", "lse", "partial_out", "partial_lse"), "*fp32")
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
