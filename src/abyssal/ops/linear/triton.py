@@ -345,7 +345,7 @@ def _divides(part: int, whole: int | None) -> bool:
     return whole is not None and whole % part == 0
 
 
-@triton.jit(do_not_specialize=["T", "token_tiles"])
+@triton.jit(do_not_specialize=["T", "token_tiles", "scales0_stride"])
 def few_tokens_kernel(
     x, x_stride, input0, input0_stride, scales0, scales0_stride, T, K, token_tiles, group_rows,
     data0, scale0, out0, N0, tiles0, data1, out1, N1, tiles1, data2, out2, N2,
@@ -444,7 +444,7 @@ def tiled_config(tokens: int, rows: int, columns: int) -> TiledConfig:
     return TiledConfig(per_program, -(-columns // part), part)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "x_scale_stride"])
 def tiled_kernel(
     x, x_stride, x_scales, x_scale_stride, data, scale, out, T, N, K, group_rows, split_columns,
     BN: tl.constexpr, BT: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr,
@@ -720,7 +720,7 @@ def _few_case(
     absent = ["scales0"] if block is None else []
     absent += ["scale0"] if block is None else []
     absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
-    free = {*signature} - {*absent, "T", "token_tiles", "tiles0", "tiles1"}
+    free = {*signature} - {*absent, "T", "token_tiles", "scales0_stride", "tiles0", "tiles1"}
     return AotCase(
         f"few_tokens x{config.tokens} {rows} x {columns} block={block} beside={beside}", few_tokens_kernel, signature,
         constants | dict.fromkeys(absent), num_warps=WARPS, num_stages=config.num_stages, aligned=tuple(sorted(free)),
