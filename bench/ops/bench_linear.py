@@ -140,7 +140,7 @@ def grouped_input(product: Product, block: int, tokens: int, prepared: kernels.P
     x = torch.randn(tokens, product.groups * product.columns, device=DEVICE).bfloat16()
     if kernels.takes_codes(tokens, prepared, product.groups):
         flat = kernels.quantise(x, block)
-        return kernels.QuantisedInput(flat.codes.view(-1, product.groups, product.columns), flat.scales, tokens)
+        return kernels.QuantisedInput(flat.codes.view(-1, product.groups, product.columns), flat.scales, flat.tile)
     return x.view(tokens, product.groups, product.columns)
 
 
@@ -173,17 +173,17 @@ def products(table: Table, model: str, tokens: Sequence[int]) -> None:
                 table.time(model, product.name, count, "quantise, e4m3", roof, scaled, [(x, one.groups[0]) for one in prepared])
 
 
-def scaled(x: Tensor, group: kernels.Group) -> None:
-    quantised = kernels.quantise(x, 128)
-    kernels._scaled(quantised, group, torch.empty(len(quantised.codes), len(group.data), dtype=x.dtype, device=DEVICE))
+def scaled(x: Tensor, group: kernels.Group) -> Tensor:
+    """The library's e4m3 product, which adds in 14 bits; its scales have the tokens innermost, and 16 tokens are the least."""
+    assert group.scale is not None
+    q = kernels.quantise(x if len(x) % 16 == 0 else x.new_zeros(-(-len(x) // 16) * 16, x.shape[1]), 128)
+    return torch._scaled_mm(q.codes, group.data.t(), scale_a=q.scales.t(), scale_b=group.scale.t(), out_dtype=torch.bfloat16)
 
 
 def sweep(table: Table) -> None:
     """Tiles of the few-token kernel, then the routes at the tokens where they may cross."""
-    tiles = {
-        1: ((8, 16, 3), (8, 16, 6), (8, 32, 3), (8, 32, 6)),
-        64: ((16, 32, 4), (32, 16, 4), (32, 32, 4), (64, 16, 3), (64, 32, 3)),
-    }
+    tiles = {1: ((8, 16, 3), (8, 16, 6), (8, 32, 3), (8, 32, 6))}
+    parts = {64: ((64, 1, 4), (64, 2, 4), (64, 4, 4), (64, 8, 4), (64, 4, 3), (32, 4, 5))}
     for model, name in (("v4-flash", "wo_b"), ("v4.1-flash", "wo_b")):
         block, listed = MODELS[model]
         product = next(one for one in listed if one.name == name)
@@ -196,10 +196,21 @@ def sweep(table: Table) -> None:
                     model, name, count, f"{tokens}x{rows} {stages} stages", product.roof_us(count),
                     lambda x, group, config=config: kernels.few_tokens(x, [group], config=config), [(x, one) for one in groups],
                 )  # fmt: skip
-        for count in (16, 32, 64, 128, 256):
+        for count, choices in parts.items():
+            x = kernels.quantise(torch.randn(count, product.columns, device=DEVICE).bfloat16(), block)
+            for tokens, splits, stages in choices:
+                shape = kernels.TiledConfig(tokens, splits, product.columns // splits, stages)
+                table.time(
+                    model, name, count, f"{tokens} in {splits}, {stages} st", product.roof_us(count),
+                    lambda x, group, shape=shape: kernels.tiled(x, group, config=shape), [(x, one) for one in groups],
+                )  # fmt: skip
+        for count in (8, 16, 32, 64, 128, 256, 512):
             x = torch.randn(count, product.columns, device=DEVICE).bfloat16()
             inputs, roof = [(x, one) for one in groups], product.roof_us(count)
             table.time(model, name, count, "few", roof, lambda x, group: kernels.few_tokens(x, [group]), inputs)
+            table.time(
+                model, name, count, "tiled", roof, lambda x, group: kernels.tiled(kernels.quantise(x, group.tile), group), inputs
+            )
             table.time(model, name, count, "library", roof, kernels._library, inputs)
             if block == 128:
                 table.time(model, name, count, "quantise, e4m3", roof, scaled, inputs)

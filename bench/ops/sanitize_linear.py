@@ -23,8 +23,12 @@ def main() -> None:
         kernels.dequantised(group)
     for block in (128, 32):
         x = kernels.quantise(torch.randn(5, 2 * 640, device=DEVICE).bfloat16(), block)
-        grouped = kernels.QuantisedInput(x.codes.view(-1, 2, 640), x.scales, 5)
+        grouped = kernels.QuantisedInput(x.codes.view(-1, 2, 640), x.scales, x.tile)
         kernels.linear_grouped(grouped, kernels.prepare_linear([fp8(96, 640, block)]), 2)
+        weight = kernels.prepare_linear([fp8(160, 256, block)]).groups[0]
+        for splits in (1, 2):
+            x = kernels.quantise(torch.randn(5, 256, device=DEVICE).bfloat16(), block)
+            kernels.tiled(x, weight, config=kernels.TiledConfig(32, splits, 256 // splits))
     kernels.quantised_values(torch.randn(5, 640, device=DEVICE).bfloat16(), 32)
     pairs = [(torch.randn(5, n, device=DEVICE).bfloat16(), torch.ones(n, device=DEVICE)) for n in (1280, 512)]
     rms_norm(*pairs, eps=1e-6)

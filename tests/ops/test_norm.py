@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import abyssal.ops.norm.triton as kernels
+from abyssal.ops.linear import quantize_e4m3_tiles
+from abyssal.ops.linear.triton import quantise
 from abyssal.ops.norm import rms_norm
 from tests.support.records import DEVICE, bf16_steps
 
@@ -42,3 +44,16 @@ def test_kernel_of_one_and_two_tensors(count):
             assert got.is_contiguous() and not got.isnan().any()
             assert bf16_steps(got, rms_norm(x, weight, 1e-20)).max() <= 1
     assert kernels.rms_norm((wide[:0], torch.ones(128, device=DEVICE)), eps=1e-6)[0].shape == (0, 128)
+
+
+@pytest.mark.parametrize("tile", [32, 128])
+def test_kernel_rounds_the_first_result_for_a_product(tile):
+    torch.manual_seed(0)
+    x, y = (torch.randn(3, n, device=DEVICE).bfloat16() for n in (320, 96))
+    pairs = (x, torch.rand(320, device=DEVICE)), (y, torch.rand(96, device=DEVICE))
+    plain, other = kernels.rms_norm(*pairs, eps=1e-6)
+    quantised, same = kernels.rms_norm(*pairs, eps=1e-6, tile=tile)
+    assert torch.equal(quantised.values(), quantize_e4m3_tiles(plain, tile)) and torch.equal(same, other)
+    codes = quantise(plain, tile)
+    assert torch.equal(codes.codes.view(torch.uint8), quantised.codes.view(torch.uint8))
+    assert torch.equal(codes.scales, quantised.scales)

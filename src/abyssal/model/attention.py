@@ -37,7 +37,8 @@ class Attention:
         config, plan, ops = self.config, self.plan, self.ops
         rope, window = batch.rope[plan.rope], cache.views["window"]
         q_latent, kv, *rest = ops.linear(x, self.of_x)
-        q_latent, kv = ops.rms_norm((q_latent, self.q_norm), (kv, self.kv_norm), eps=config.rms_eps)  # [T, q_lora], [T, d]
+        norms = (q_latent, self.q_norm), (kv, self.kv_norm)
+        q_latent, kv = ops.rms_norm(*norms, eps=config.rms_eps, reader=self.wq_b)  # [T, q_lora], [T, d]
         q = ops.linear(q_latent, self.wq_b)[0].view(-1, config.num_heads, config.head_dim)  # [T, H, d]
         head_eps = config.rms_eps if config.query_norm else None
         q = ops.qkv_insert(q, kv, rope, window, plan.layer, batch.stores["window"], head_eps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,13 +41,13 @@ class Indexer:
             self.wk, self.k_norm = ops.prepare_linear(weights.linear("wk")), weights.tensor("k_norm.weight")
 
     def __call__(
-        self, of_x: list[Tensor], q_latent: Tensor, latent: Tensor | None, batch: Batch, cache: KVCache, selection: Selection
+        self, of_x: list[Tensor], q_latent: Any, latent: Tensor | None, batch: Batch, cache: KVCache, selection: Selection
     ) -> None:
         """Store this layer's keys, then replace what `selection` holds by this layer's choice.
 
         Args:
             of_x: head weights [T, Hi] and, where keys are pooled, the compressor's rows.
-            q_latent: [T, q_lora].
+            q_latent: [T, q_lora], as the attention's queries read it.
             latent: [E, d], entries that the layer's compressor completed, before RoPE; None: it has none.
         """
         head_weights, *rows = of_x
@@ -54,7 +56,7 @@ class Indexer:
             self.plan, self.config, lambda: self._query(head_weights, q_latent, batch, cache), batch, cache, selection
         )
 
-    def _query(self, head_weights: Tensor, q_latent: Tensor, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def _query(self, head_weights: Tensor, q_latent: Any, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor]:
         return self.ops.index_query(
             self.ops.linear(q_latent, self.wq_b)[0].view(-1, self.config.index_heads, self.config.index_head_dim),
             head_weights,

@@ -227,7 +227,7 @@ class KernelOps:
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> products.PreparedLinear:
         return products.prepare_linear(weights)
 
-    def linear(self, x: Tensor, prepared: products.PreparedLinear) -> tuple[Tensor, ...]:
+    def linear(self, x: Tensor | products.QuantisedInput, prepared: products.PreparedLinear) -> tuple[Tensor, ...]:
         return products.linear(x, prepared, batch_invariant=self.batch_invariant)
 
     def output_quant(
@@ -241,8 +241,11 @@ class KernelOps:
     def linear_grouped(self, x: Tensor | products.QuantisedInput, prepared: products.PreparedLinear, groups: int) -> Tensor:
         return products.linear_grouped(x, prepared, groups, batch_invariant=self.batch_invariant)
 
-    def rms_norm(self, *pairs: tuple[Tensor, Tensor], eps: float) -> tuple[Tensor, ...]:
-        return rms_norm(*pairs, eps=eps)
+    def rms_norm(
+        self, *pairs: tuple[Tensor, Tensor], eps: float, reader: products.PreparedLinear | None = None
+    ) -> tuple[Any, ...]:
+        codes = reader is not None and products.takes_codes(len(pairs[0][0]), reader, batch_invariant=self.batch_invariant)
+        return rms_norm(*pairs, eps=eps, tile=reader.groups[0].tile if reader is not None and codes else None)
 
     def mix_weights(self, weights: MixWeights) -> hc.KernelWeights:
         return hc.KernelWeights.prepare(weights)

@@ -106,7 +106,7 @@ class ReferenceOps:
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> tuple[LinearWeight | Tensor, ...]:
         return weights
 
-    def linear(self, x: Tensor, prepared: Any) -> tuple[Tensor, ...]:
+    def linear(self, x: Any, prepared: Any) -> tuple[Tensor, ...]:
         return tuple(F.linear(x.float(), weight) if isinstance(weight, Tensor) else linear(x, weight) for weight in prepared)
 
     def output_quant(self, out: Tensor, rope: Tensor, prepared: Any, groups: int, dtype: torch.dtype) -> Tensor:
@@ -115,7 +115,7 @@ class ReferenceOps:
     def linear_grouped(self, x: Any, prepared: Any, groups: int) -> Tensor:
         return linear_grouped(x, prepared[0])
 
-    def rms_norm(self, *pairs: tuple[Tensor, Tensor], eps: float) -> tuple[Tensor, ...]:
+    def rms_norm(self, *pairs: tuple[Tensor, Tensor], eps: float, reader: Any = None) -> tuple[Any, ...]:
         return tuple(rms_norm(x, weight, eps) for x, weight in pairs)
 
     def mix_weights(self, weights: hc.MixWeights) -> hc.MixWeights:

@@ -84,8 +84,8 @@ class Ops(Protocol):
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> Any:
         """Weights [N_i, K] of one input as `linear` takes them. A `Tensor` asks for fp32 mathematics."""
 
-    def linear(self, x: Tensor, prepared: Any) -> tuple[Tensor, ...]:
-        """x [T, K] -> [T, N_i] of each weight, in x's dtype, fp32 for a `Tensor`; each contiguous in N_i."""
+    def linear(self, x: Any, prepared: Any) -> tuple[Tensor, ...]:
+        """x [T, K], or what `rms_norm` gave its reader -> [T, N_i] of each weight, in x's dtype, fp32 for a `Tensor`; each contiguous in N_i."""
 
     def output_quant(self, out: Tensor, rope: Tensor, prepared: Any, groups: int, dtype: torch.dtype) -> Any:
         """The attention output [T, H, D] as `linear_grouped` of `prepared` takes it, in `groups` groups of heads."""
@@ -93,8 +93,8 @@ class Ops(Protocol):
     def linear_grouped(self, x: Any, prepared: Any, groups: int) -> Tensor:
         """The result of `output_quant` by one weight [G R, K] -> [T, G, R]."""
 
-    def rms_norm(self, *pairs: tuple[Tensor, Tensor], eps: float) -> tuple[Tensor, ...]:
-        """One or two pairs of x [T, D_i] and weight fp32 [D_i] -> the normalised tensors."""
+    def rms_norm(self, *pairs: tuple[Tensor, Tensor], eps: float, reader: Any = None) -> tuple[Any, ...]:
+        """One or two pairs of x [T, D_i] and weight fp32 [D_i] -> the normalised tensors, the first as `linear` of `reader` takes it."""
 
     def mix_weights(self, weights: MixWeights) -> Any:
         """The weights of a mixing site as `site` takes them."""

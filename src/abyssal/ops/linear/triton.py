@@ -28,13 +28,12 @@ PANEL_ROWS = 16
 STEP = WARPS * COLUMNS
 BLOCKS = (32, 64, 128)  # widths of weight blocks and of input tiles
 SHARED_BYTES = 96 << 10  # of loads in flight per program: two programs fit a multiprocessor
-FEW_TOKENS = 64
+FEW_TOKENS = 16
+TILED_TOKENS = 256
 MOST_GROUPS = 3  # of a launch
-FUSED_TOKENS = 8  # up to here every program quantises the input for itself
-ROW_MULTIPLE = 16  # of the library's scaled product
 PROGRAMS = 128  # that keep the card busy
 
-Route = Literal["few", "scaled", "library"]
+Route = Literal["few", "tiled", "library"]
 
 
 # Weights
@@ -63,7 +62,6 @@ class PreparedLinear:
 
     groups: tuple[Group, ...]
     places: tuple[tuple[int, int], ...]  # of each weight: its group, and its number there
-    scaled_mm: bool  # the device multiplies e4m3 with scales of 1 x 128 and 128 x 128
 
 
 def prepare_linear(weights: Sequence[LinearWeight | Tensor]) -> PreparedLinear:
@@ -71,7 +69,6 @@ def prepare_linear(weights: Sequence[LinearWeight | Tensor]) -> PreparedLinear:
 
     bf16 values that came as fp32 are kept as bf16. Formats that no kernel reads become bf16, as the reference multiplies them.
     """
-    device = weights[0].data.device
     pieces = [_piece(weight) for weight in weights]
     groups: list[list[Group]] = []
     places = []
@@ -82,8 +79,7 @@ def prepare_linear(weights: Sequence[LinearWeight | Tensor]) -> PreparedLinear:
         index = fitting[0] if fitting else len(groups) - 1
         places.append((index, len(groups[index])))
         groups[index].append(piece)
-    scaled_mm = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return PreparedLinear(tuple(map(_joined, groups)), tuple(places), scaled_mm)
+    return PreparedLinear(tuple(map(_joined, groups)), tuple(places))
 
 
 def _piece(weight: LinearWeight | Tensor) -> Group:
@@ -145,19 +141,26 @@ def _joined(group: list[Group]) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedInput:
-    """An input as e4m3 codes and the scales of their tiles. Rows past the last token are memory only."""
+    """An input as e4m3 codes and the scales of their tiles."""
 
-    codes: Tensor  # e4m3 [rows, K]; in groups [rows, G, K]
-    scales: Tensor  # fp32 [G K / tile, rows]
-    tokens: int
+    codes: Tensor  # e4m3 [T, K]; in groups [T, G, K]
+    scales: Tensor  # fp32 [G K / tile, T]
+    tile: int
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def values(self) -> Tensor:
+        """bf16 [T, K], exact."""
+        scales = self.scales.t().repeat_interleave(self.tile, 1)[:, : self.codes.shape[1]]
+        return (self.codes.float() * scales).bfloat16()
 
     @classmethod
     def empty(cls, tokens: int, shape: tuple[int, ...], tile: int, device: torch.device) -> QuantisedInput:
-        """Room for codes of `shape` per token, with as many rows as a library product wants."""
-        rows = -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE
-        codes = torch.empty(rows, *shape, dtype=torch.float8_e4m3fn, device=device)
-        scales = torch.empty(math.prod(shape[:-1]) * -(-shape[-1] // tile), rows, dtype=torch.float32, device=device)
-        return cls(codes, scales, tokens)
+        """Room for codes of `shape` per token."""
+        codes = torch.empty(tokens, *shape, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.empty(math.prod(shape[:-1]) * -(-shape[-1] // tile), tokens, dtype=torch.float32, device=device)
+        return cls(codes, scales, tile)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -244,16 +247,27 @@ def _halves(codes):
         return codes.to(tl.float16)
 
 
-@triton.jit
-def _rounded(x):
-    """fp32, at most 448 in size -> the nearest e4m3 value as fp16, see `_halves`."""
-    if INTERPRETED:
-        return e4m3_values(e4m3_codes(x))
-    else:
-        return x.to(tl.float8e4nv).to(tl.float16)
-
-
 _width = triton.constexpr_function(width)
+
+
+@triton.jit
+def _scales(
+    start, x_scales, x_scale_stride, x_tile, t, scale, n0, n, K, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr, UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """Scales of the products of the columns from `start` [B]: of the input alone for plain weights [B, 1, BT], else of both."""
+    inside = (start < K)[:, None]
+    x_scale = tl.load(x_scales + (x_tile + start // TILE)[:, None] * x_scale_stride + t[None, :], mask=inside, other=0.0)
+    both = x_scale[:, None, :]
+    if ROW_BLOCK is not None:
+        block = start // COLUMN_BLOCK
+        if UNIFORM:
+            row = n0 // ROW_BLOCK * tl.cdiv(K, COLUMN_BLOCK)
+            both *= tl.load(scale + row + block, mask=start < K, other=0.0)[:, None, None]
+        else:
+            row = n // ROW_BLOCK * tl.cdiv(K, COLUMN_BLOCK)
+            both *= tl.load(scale + row[None, :] + block[:, None], mask=inside, other=0.0)[:, :, None]
+    return both
 
 
 @triton.jit
@@ -266,9 +280,11 @@ def _product(
     """Rows BN of one weight for BT tokens.
 
     Tiles are [B, BN, BK] and [B, BK, BT]: warp w multiplies b = w, w + WARPS, ..., the BK-wide parts of its own COLUMNS columns of a
-    step. BK is the width over which one pair of scales holds, so that sums over it are scaled as a whole (V4 spec 3.3).
+    step. BK is the width over which one pair of scales holds, so that sums over it are scaled as a whole (V4 spec 3.3). Scales are
+    loaded one step ahead: a warp has nothing else to do while it waits for them.
     """
     FP8: tl.constexpr = ROW_BLOCK is not None
+    UNIFORM: tl.constexpr = ALIGNED and _divides(BN, ROW_BLOCK)
     BK: tl.constexpr = _width(TILE, COLUMN_BLOCK)
     SUB: tl.constexpr = COLUMNS // BK
     B: tl.constexpr = WARPS * SUB
@@ -283,6 +299,9 @@ def _product(
     t = tl.minimum(t0 + tl.arange(0, BT), T - 1).to(tl.int64)
     x += group * K
     acc = tl.zeros((WARPS if FP8 else B, BN, BT), tl.float32)
+    if TILE is not None:
+        x_tile = group * tl.cdiv(K, TILE)
+        both = _scales(first, x_scales, x_scale_stride, x_tile, t, scale, n0, n, K, TILE, ROW_BLOCK, COLUMN_BLOCK, UNIFORM)
     for k0 in range(0, K * PARTS, WARPS * COLUMNS):
         start = k0 + first
         w_column = start[:, None, None] + k[None, None, :]
@@ -300,25 +319,10 @@ def _product(
             w = tl.load(w_pointer, mask=w_column < K * PARTS, other=0.0)
             values = tl.load(x_pointer, mask=x_column < K * PARTS, other=0.0)
         if TILE is not None:
-            inside = (start < K)[:, None]
-            if x_scales is None:
-                values = to_fp32(values)
-                exponent = scale_exponent(tl.max(tl.abs(values), 1), "e4m3")  # [B, BT]
-                x_scale = power_of_two(exponent)
-                values = _rounded(values * power_of_two(-exponent)[:, None, :])
-            else:
-                x_tile = group * tl.cdiv(K, TILE) + start // TILE
-                x_scale = tl.load(x_scales + x_tile[:, None] * x_scale_stride + t[None, :], mask=inside, other=0.0)
-                values = _halves(values)
+            later = start + WARPS * COLUMNS
+            ahead = _scales(later, x_scales, x_scale_stride, x_tile, t, scale, n0, n, K, TILE, ROW_BLOCK, COLUMN_BLOCK, UNIFORM)
+            values = _halves(values)
         if FP8:
-            w_block = start // COLUMN_BLOCK
-            blocks = tl.cdiv(K, COLUMN_BLOCK)
-            if ROW_BLOCK % BN == 0 and ALIGNED:
-                w_scale = tl.load(scale + n0 // ROW_BLOCK * blocks + w_block, mask=start < K, other=0.0)
-                both = (x_scale * w_scale[:, None])[:, None, :]
-            else:
-                w_scale = tl.load(scale + (n // ROW_BLOCK)[None, :] * blocks + w_block[:, None], mask=inside, other=0.0)
-                both = x_scale[:, None, :] * w_scale[:, :, None]
             part = tl.dot(_halves(w), values) * both
             if SUB == 1:
                 acc += part
@@ -326,15 +330,22 @@ def _product(
                 acc += tl.sum(tl.reshape(part, (SUB, WARPS, BN, BT)), 0)
         else:
             if TILE is not None:
-                values = to_bf16(values.to(tl.float32) * x_scale[:, None, :])
+                values = to_bf16(values.to(tl.float32) * both)
             acc = tl.dot(w, values, acc)
+        if TILE is not None:
+            both = ahead
     rows = n0 + tl.arange(0, BN)
     tokens = t0 + tl.arange(0, BT)
     place = out + tokens.to(tl.int64)[None, :] * N + rows[:, None]
     store_like(place, tl.sum(acc, 0), mask=(rows < N_end)[:, None] & (tokens < T)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "token_tiles"])
+@triton.constexpr_function
+def _divides(part: int, whole: int | None) -> bool:
+    return whole is not None and whole % part == 0
+
+
+@triton.jit(do_not_specialize=["T", "token_tiles", "scales0_stride"])
 def few_tokens_kernel(
     x, x_stride, input0, input0_stride, scales0, scales0_stride, T, K, token_tiles, group_rows,
     data0, scale0, out0, N0, tiles0, data1, out1, N1, tiles1, data2, out2, N2,
@@ -378,14 +389,13 @@ def few_tokens(
     assert len(groups) <= MOST_GROUPS and all(group.tile is None and group.columns == columns for group in groups[1:])
     quantised = x if isinstance(x, QuantisedInput) else None
     plain = x.codes.flatten(1) if isinstance(x, QuantisedInput) else x
-    tokens = x.tokens if isinstance(x, QuantisedInput) else len(x)
+    tokens = len(plain)
     assert plain.shape[1] == columns * num_groups, f"input has {plain.shape[1]} columns, the weight {columns}"
     assert plain.stride(1) == 1, f"the values of a row are {plain.stride(1)} apart"
     outs = [torch.empty(tokens, len(group.data), dtype=group.out_dtype, device=plain.device) for group in groups]
     if tokens == 0:
         return outs
-    fused = tokens <= FUSED_TOKENS and first.tile == width(first.tile, first.block and first.block[1])
-    if quantised is None and first.tile is not None and not fused:
+    if quantised is None and first.tile is not None:
         quantised = quantise(plain, first.tile)
     source = plain if quantised is None else quantised.codes.flatten(1)
     sizes = [(len(group.data), group.data.itemsize, group.data.shape[1]) for group in groups]
@@ -409,6 +419,109 @@ def few_tokens(
         num_warps=WARPS, num_stages=config.num_stages,
     )  # fmt: skip
     return outs
+
+
+# More tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TiledConfig:
+    tokens: int  # of a program
+    splits: int  # of K, whose sums another launch adds
+    columns: int  # of a split
+    num_stages: int = 4
+
+
+TILE_ROWS = 128  # of a program
+
+
+def tiled_config(tokens: int, rows: int, columns: int) -> TiledConfig:
+    """As many parts of K, 512 columns or more, as keep the card busy."""
+    per_program = 32 if tokens <= 32 else 64
+    programs = -(-rows // TILE_ROWS) * -(-tokens // per_program)
+    splits = max(1, min(PROGRAMS // programs, columns // STEP))
+    part = -(-columns // (splits * COLUMNS)) * COLUMNS
+    return TiledConfig(per_program, -(-columns // part), part)
+
+
+@triton.jit(do_not_specialize=["T", "x_scale_stride"])
+def tiled_kernel(
+    x, x_stride, x_scales, x_scale_stride, data, scale, out, T, N, K, group_rows, split_columns,
+    BN: tl.constexpr, BT: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (n, t, s): BN rows of an FP8 weight for BT tokens over part s of K, into out [S, T, N]; a row tile lies in one group."""
+    BK: tl.constexpr = _width(TILE, COLUMN_BLOCK)
+    n0 = tl.program_id(0) * BN
+    group = n0 // group_rows
+    n = tl.minimum(n0 + tl.arange(0, BN), N - 1).to(tl.int64)
+    t0 = tl.program_id(1) * BT
+    t = tl.minimum(t0 + tl.arange(0, BT), T - 1).to(tl.int64)
+    k = tl.arange(0, BK)
+    x_pointer = x + group * K + t[None, :] * x_stride + k[:, None]
+    x_tile = group * (K // TILE)
+    if BK == COLUMNS:
+        w_pointer = data + n[:, None] * K + k[None, :]
+    else:
+        w_pointer = data + (n // 16 * (16 * K) + n % 16 * BK)[:, None] + k[None, :]
+    STRIDE: tl.constexpr = 1 if BK == COLUMNS else 16  # of a column of the weight, where a panel's rows lie side by side
+    first = tl.program_id(2) * split_columns
+    w_scales = scale + (n0 // ROW_BLOCK if ROW_BLOCK % BN == 0 else n // ROW_BLOCK) * (K // COLUMN_BLOCK)
+    x_scales += x_tile * x_scale_stride + t
+    x_scale = tl.load(x_scales + first // TILE * x_scale_stride)
+    w_scale = tl.load(w_scales + first // COLUMN_BLOCK)
+    acc = tl.zeros((BN, BT), tl.float32)
+    for k0 in range(first, tl.minimum(first + split_columns, K), COLUMNS):
+        for part in tl.static_range(COLUMNS // BK):
+            here = k0 + part * BK
+            w = tl.load(w_pointer + here * STRIDE)
+            codes = tl.load(x_pointer + here)
+            later = tl.minimum(here + BK, K - BK)  # scales are loaded one product ahead
+            x_ahead = tl.load(x_scales + later // TILE * x_scale_stride)
+            w_ahead = tl.load(w_scales + later // COLUMN_BLOCK)
+            product = tl.dot(_halves(w), _halves(codes))
+            if ROW_BLOCK % BN == 0:
+                acc += product * (x_scale * w_scale)[None, :]
+            else:
+                acc += product * (x_scale[None, :] * w_scale[:, None])
+            x_scale, w_scale = x_ahead, w_ahead
+    rows = n0 + tl.arange(0, BN)
+    tokens = t0 + tl.arange(0, BT)
+    place = out + (tl.program_id(2).to(tl.int64) * T + tokens)[None, :] * N + rows[:, None]
+    store_like(place, acc, mask=(rows < N)[:, None] & (tokens < T)[None, :])
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_kernel(parts, out, count, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums over parts fp32 [SPLITS, count], the first first, to bf16."""
+    place = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    inside = place < count
+    total = tl.zeros((WIDTH,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + split * count.to(tl.int64) + place, mask=inside, other=0.0)
+    tl.store(out + place, to_bf16(total), mask=inside)
+
+
+def tiled(x: QuantisedInput, group: Group, *, num_groups: int = 1, config: TiledConfig | None = None) -> Tensor:
+    """x times the weights of an FP8 group -> bf16 [T, N]. One launch, or two where K is split; arguments as of `few_tokens`."""
+    codes, (rows, columns) = x.codes.flatten(1), group.data.shape
+    tokens, group_rows = len(codes), rows // num_groups
+    assert group.block is not None and codes.shape[1] == columns * num_groups, (
+        f"input {tuple(codes.shape)}, weight {rows} x {columns}"
+    )
+    out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=codes.device)
+    if tokens == 0:
+        return out
+    config = config or tiled_config(tokens, rows, columns)
+    parts = out if config.splits == 1 else torch.empty(config.splits, tokens, rows, dtype=torch.float32, device=codes.device)
+    tiled_kernel[triton.cdiv(rows, TILE_ROWS), triton.cdiv(tokens, config.tokens), config.splits](
+        codes, codes.stride(0), x.scales, x.scales.stride(0), group.data, group.scale, parts, tokens, rows, columns, group_rows,
+        config.columns, BN=TILE_ROWS, BT=config.tokens, COLUMNS=COLUMNS, TILE=group.tile, ROW_BLOCK=group.block[0], COLUMN_BLOCK=group.block[1],
+        num_warps=8, num_stages=config.num_stages,
+    )  # fmt: skip
+    if config.splits > 1:
+        sum_kernel[triton.cdiv(out.numel(), 1024),](parts, out, out.numel(), SPLITS=config.splits, WIDTH=1024, num_warps=4)
+    return out
 
 
 # Many tokens
@@ -445,26 +558,20 @@ def dequantised(group: Group) -> Tensor:
     return out
 
 
-def route(tokens: int, group: Group, scaled_mm: bool, num_groups: int = 1) -> Route:
+def route(tokens: int, group: Group, num_groups: int = 1) -> Route:
     """How a product of `tokens` rows is computed.
 
-    few: our kernel, which reads the weights once for up to 32 tokens. scaled: the library's e4m3 product, where the device has it.
-    library: the library's bf16 product, FP8 weights dequantised for it: exact, and 3 bytes of traffic per weight.
+    few: the kernel that reads the weights once for up to 32 tokens. tiled: tiles of 128 rows by up to 64 tokens. library: the library's
+    bf16 product, FP8 weights dequantised for it at 3 bytes of traffic per weight. All multiply the same values with fp32 sums; the
+    library's e4m3 product would be faster, but adds in 14 bits.
     """
     if tokens <= FEW_TOKENS:
         return "few"
-    rows, columns = len(group.data) // num_groups, group.columns
-    if scaled_mm and group.block == (128, 128) and group.tile == 128 and rows % 128 == 0 and columns % (4 * 128) == 0:
-        return "scaled"
-    if group.block is not None and tokens <= 2 * FEW_TOKENS:
-        return "few"
-    return "library"
-
-
-def _scaled(x: QuantisedInput, group: Group, out: Tensor) -> None:
-    """x codes [rows, K] times e4m3 [N, K] into out [rows, N]; scales lie as the library wants them, tokens innermost."""
-    assert group.scale is not None
-    torch._scaled_mm(x.codes, group.data.t(), scale_a=x.scales.t(), scale_b=group.scale.t(), out_dtype=torch.bfloat16, out=out)
+    if group.block is None or tokens > TILED_TOKENS:
+        return "library"
+    whole = group.columns % COLUMNS == 0
+    one_group = num_groups == 1 or len(group.data) // num_groups % TILE_ROWS == 0
+    return "tiled" if whole and one_group and (group.block[0] % TILE_ROWS == 0 or TILE_ROWS % group.block[0] == 0) else "few"
 
 
 def _library(x: Tensor, group: Group) -> Tensor:
@@ -480,37 +587,41 @@ def _library(x: Tensor, group: Group) -> Tensor:
 # Operations
 
 
-def linear(x: Tensor, prepared: PreparedLinear, *, batch_invariant: bool = False) -> tuple[Tensor, ...]:
-    """x bf16 [T, K] times each weight transposed -> [T, N_i] each, bf16, or fp32 for a weight that came as a `Tensor`.
+def linear(x: Tensor | QuantisedInput, prepared: PreparedLinear, *, batch_invariant: bool = False) -> tuple[Tensor, ...]:
+    """x bf16 [T, K], or its codes, times each weight transposed -> [T, N_i] each, bf16, or fp32 for a weight that came as a `Tensor`.
 
     The outputs may be columns of one tensor. Up to FEW_TOKENS tokens, and with `batch_invariant` for any number, a token's results
     have the same bits whatever other tokens there are: the kernel cuts its sums over K alike for any number.
     """
-    routes = ["few" if batch_invariant else route(len(x), group, prepared.scaled_mm) for group in prepared.groups]
+    routes = ["few" if batch_invariant else route(len(x), group) for group in prepared.groups]
     outs: dict[int, Tensor] = {}
     few = [i for i, chosen in enumerate(routes) if chosen == "few"]
     few.sort(key=lambda i: prepared.groups[i].tile is None)
     while few:
         launch = [few[0], *(i for i in few[1:] if prepared.groups[i].tile is None)][:MOST_GROUPS]
-        outs |= zip(launch, few_tokens(x, [prepared.groups[i] for i in launch]), strict=True)
+        source = _as_taken(x, prepared.groups[few[0]].tile) if len(launch) == 1 else _as_taken(x, None)
+        outs |= zip(launch, few_tokens(source, [prepared.groups[i] for i in launch]), strict=True)
         few = [i for i in few if i not in launch]
     for i, group in enumerate(prepared.groups):
-        if routes[i] == "scaled":
+        if routes[i] == "tiled":
+            source = _as_taken(x, group.tile)
             assert group.tile is not None
-            quantised = quantise(x, group.tile)
-            out = torch.empty(len(quantised.codes), len(group.data), dtype=torch.bfloat16, device=x.device)
-            _scaled(quantised, group, out)
-            outs[i] = out[: len(x)]
+            outs[i] = tiled(source if isinstance(source, QuantisedInput) else quantise(source, group.tile), group)
         elif routes[i] == "library":
-            outs[i] = _library(x, group)
+            outs[i] = _library(x.values() if isinstance(x, QuantisedInput) else x, group)
     parts = [outs[i].split(group.rows, dim=1) for i, group in enumerate(prepared.groups)]
     return tuple(parts[group][number] for group, number in prepared.places)
 
 
-def takes_codes(tokens: int, prepared: PreparedLinear, num_groups: int, *, batch_invariant: bool = False) -> bool:
-    """Whether `linear_grouped` of this weight wants its input as codes."""
+def _as_taken(x: Tensor | QuantisedInput, tile: int | None) -> Tensor | QuantisedInput:
+    """Codes stay what they are only for a weight with their tile; the values of other codes are on their grid already."""
+    return x.values() if isinstance(x, QuantisedInput) and x.tile != tile else x
+
+
+def takes_codes(tokens: int, prepared: PreparedLinear, num_groups: int = 1, *, batch_invariant: bool = False) -> bool:
+    """Whether a product with this weight wants its input as codes."""
     (group,) = prepared.groups
-    return group.block is not None and (batch_invariant or route(tokens, group, prepared.scaled_mm, num_groups) != "library")
+    return group.block is not None and (batch_invariant or route(tokens, group, num_groups) != "library")
 
 
 def linear_grouped(
@@ -523,20 +634,17 @@ def linear_grouped(
     """
     (group,) = prepared.groups
     plain = dataclasses.replace(group, tile=None)
-    tokens = x.tokens if isinstance(x, QuantisedInput) else len(x)
-    chosen = "few" if batch_invariant else route(tokens, group, prepared.scaled_mm, num_groups)
-    assert isinstance(x, QuantisedInput) == (group.block is not None and chosen != "library"), f"{type(x).__name__} for {chosen}"
+    codes = isinstance(x, QuantisedInput)
+    tokens = len(x.codes if isinstance(x, QuantisedInput) else x)
+    assert codes == takes_codes(tokens, prepared, num_groups, batch_invariant=batch_invariant), (
+        f"{type(x).__name__} of {tokens} tokens"
+    )
+    chosen = "few" if batch_invariant else route(tokens, group, num_groups)
     if chosen == "few":
         source, weight = (x, group) if isinstance(x, QuantisedInput) else (x.flatten(1), plain)
         return few_tokens(source, [weight], num_groups=num_groups)[0].view(tokens, num_groups, -1)
     if isinstance(x, QuantisedInput):
-        assert group.scale is not None
-        out = torch.empty(len(x.codes), num_groups, len(group.data) // num_groups, dtype=torch.bfloat16, device=x.codes.device)
-        weights, w_scales, scales = (part.chunk(num_groups) for part in (group.data, group.scale, x.scales))
-        for g in range(num_groups):
-            rows = dataclasses.replace(group, data=weights[g], scale=w_scales[g])
-            _scaled(QuantisedInput(x.codes[:, g], scales[g], tokens), rows, out[:, g])
-        return out[:tokens]
+        return tiled(x, group, num_groups=num_groups).view(tokens, num_groups, -1)
     matrix = (group.data if group.block is None else dequantised(group)).view(num_groups, -1, group.columns)
     out = torch.empty(tokens, num_groups, matrix.shape[1], dtype=x.dtype, device=x.device)
     torch.bmm(x.transpose(0, 1), matrix.transpose(1, 2), out=out.transpose(0, 1))
@@ -562,6 +670,22 @@ def aot_cases() -> list[AotCase]:
         )
         for block in (128, 32)
     ]  # fmt: skip
+    cases += [
+        AotCase(
+            f"tiled x{tokens} block={block} {'parts' if split else 'whole'}", tiled_kernel,
+            {
+                "x": "*fp8e4nv", "x_stride": "i32", "x_scales": "*fp32", "x_scale_stride": "i32", "data": "*fp8e4nv", "scale": "*fp32",
+                "out": "*fp32" if split else "*bf16", "T": "i32", "N": "i32", "K": "i32", "group_rows": "i32", "split_columns": "i32",
+            },
+            {"BN": TILE_ROWS, "BT": tokens, "COLUMNS": COLUMNS, "TILE": block, "ROW_BLOCK": block, "COLUMN_BLOCK": block}, num_warps=8,
+            num_stages=TiledConfig(tokens, 1, 512).num_stages, spill_reason="Blackwell: 14 registers of the widest tile" if tokens == 64 else None,
+            aligned=("x", "x_stride", "x_scales", "data", "scale", "out", "N", "K", "group_rows", "split_columns"),
+        )
+        for tokens in (32, 64)
+        for block, split in ((128, True), (32, False))
+    ]  # fmt: skip
+    sums = {"parts": "*fp32", "out": "*bf16", "count": "i32"}
+    cases.append(AotCase("sum of parts", sum_kernel, sums, {"SPLITS": 4, "WIDTH": 1024}, aligned=("parts", "out")))
     released = [
         (1536, 4096, 128),
         (32768, 1024, 128),
@@ -579,12 +703,11 @@ def aot_cases() -> list[AotCase]:
 def _few_case(
     tokens: int, rows: int, columns: int, block: int | None, *, beside: int = 0, parts: int = 1, aligned_groups: bool = True
 ) -> AotCase:
-    fused = tokens <= FUSED_TOKENS
     sizes = [(rows, 2 if block is None else 1, columns), *[(2048, 2, columns)] * beside]
-    config = few_config(tokens, sizes, 2 if fused or block is None else 1)
+    config = few_config(tokens, sizes, 2 if block is None else 1)
     heights = (*config.rows, 16, 16)
     signature = {
-        "x": "*bf16", "x_stride": "i32", "input0": "*bf16" if fused or block is None else "*fp8e4nv", "input0_stride": "i32",
+        "x": "*bf16", "x_stride": "i32", "input0": "*bf16" if block is None else "*fp8e4nv", "input0_stride": "i32",
         "scales0": "*fp32", "scales0_stride": "i32", "T": "i32", "K": "i32", "token_tiles": "i32", "group_rows": "i32",
         "data0": "*bf16" if block is None else "*fp8e4nv", "scale0": "*fp32", "out0": "*bf16", "N0": "i32", "tiles0": "i32",
         "data1": "*bf16", "out1": "*fp32", "N1": "i32", "tiles1": "i32", "data2": "*bf16", "out2": "*bf16", "N2": "i32",
@@ -594,12 +717,11 @@ def _few_case(
         "COLUMN_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % STEP == 0, "ALIGNED": aligned_groups,
         "WARPS": WARPS, "COLUMNS": COLUMNS,
     }  # fmt: skip
-    absent = ["scales0"] if fused or block is None else []
+    absent = ["scales0"] if block is None else []
     absent += ["scale0"] if block is None else []
     absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
-    free = {*signature} - {*absent, "T", "token_tiles", "tiles0", "tiles1"}
+    free = {*signature} - {*absent, "T", "token_tiles", "scales0_stride", "tiles0", "tiles1"}
     return AotCase(
         f"few_tokens x{config.tokens} {rows} x {columns} block={block} beside={beside}", few_tokens_kernel, signature,
         constants | dict.fromkeys(absent), num_warps=WARPS, num_stages=config.num_stages, aligned=tuple(sorted(free)),
-        spill_reason="a few registers beside the 255 of the widest tiles" if (block, config.rows[0], tokens) == (32, 32, 32) else None,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""RMS norms of one or two tensors in one launch."""
+"""RMS norms of one or two tensors in one launch, the first rounded to e4m3 where a product reads it so."""
 
 from __future__ import annotations
 
@@ -8,54 +8,75 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import store_like, to_fp32
+from abyssal.ops._records import e4m3_codes, power_of_two, round_like, scale_exponent, store_like, to_fp32
+from abyssal.ops.linear.triton import QuantisedInput
 
 
 @triton.jit
-def _norm_row(x, stride, weight, out, row, D, eps, WIDTH: tl.constexpr):
+def _norm_row(x, stride, weight, out, scales, row, rows, D, eps, WIDTH: tl.constexpr, TILE: tl.constexpr):
     column = tl.arange(0, WIDTH)
-    values = to_fp32(tl.load(x + row * stride + column, mask=column < D, other=0.0))
+    inside = column < D
+    values = to_fp32(tl.load(x + row * stride + column, mask=inside, other=0.0))
     scale = tl.rsqrt(tl.sum(values * values) / D + eps)
-    store_like(out + row * D + column, values * scale * tl.load(weight + column, mask=column < D, other=0.0), mask=column < D)
+    values = values * scale * tl.load(weight + column, mask=inside, other=0.0)
+    if TILE is None:
+        store_like(out + row * D + column, values, mask=inside)
+    else:
+        tiles = tl.reshape(round_like(values, True), (WIDTH // TILE, TILE))
+        exponent = scale_exponent(tl.max(tl.abs(tiles), 1), "e4m3")
+        codes = e4m3_codes(tiles * power_of_two(-exponent)[:, None])
+        tl.store(out + row * D + column, tl.reshape(codes, (WIDTH,)), mask=inside)
+        tile = tl.arange(0, WIDTH // TILE)
+        tl.store(scales + tile * rows + row, power_of_two(exponent), mask=tile * TILE < D)
 
 
-@triton.jit
-def rms_norm_kernel(x, x_stride, x_weight, x_out, DX, y, y_stride, y_weight, y_out, DY, eps, WX: tl.constexpr, WY: tl.constexpr):
-    """Program (0, r): row r of x; program (1, r): row r of y."""
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_kernel(
+    x, x_stride, x_weight, x_out, x_scales, DX, y, y_stride, y_weight, y_out, DY, rows, eps,
+    WX: tl.constexpr, WY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (0, r): row r of x, as codes uint8 and scales fp32 [DX / TILE, rows] if TILE is given; program (1, r): row r of y."""
     row = tl.program_id(1).to(tl.int64)
     if tl.program_id(0) == 0:
-        _norm_row(x, x_stride, x_weight, x_out, row, DX, eps, WX)
+        _norm_row(x, x_stride, x_weight, x_out, x_scales, row, rows, DX, eps, WX, TILE)
     elif y is not None:
-        _norm_row(y, y_stride, y_weight, y_out, row, DY, eps, WY)
+        _norm_row(y, y_stride, y_weight, y_out, None, row, rows, DY, eps, WY, None)
 
 
-def rms_norm(*pairs: tuple[Tensor, Tensor], eps: float) -> tuple[Tensor, ...]:
-    """As the reference, for one or two pairs of x [T, D_i] and weight fp32 [D_i] with the same T; x is contiguous in D_i."""
+def rms_norm(*pairs: tuple[Tensor, Tensor], eps: float, tile: int | None = None) -> tuple[Tensor | QuantisedInput, ...]:
+    """As the reference, for one or two pairs of x [T, D_i] and weight fp32 [D_i] with the same T; x is contiguous in D_i.
+
+    Args:
+        tile: the first result is rounded to e4m3 in tiles of so many values, as `quantise` does.
+    """
     assert 1 <= len(pairs) <= 2 and len({len(x) for x, _ in pairs}) == 1, f"{[tuple(x.shape) for x, _ in pairs]} in one launch"
     assert all(x.stride(1) == 1 and weight.shape == x.shape[1:] for x, weight in pairs)
-    outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x, _ in pairs)
-    if len(outs[0]) == 0:
-        return outs
-    (x, x_weight), (y, y_weight) = pairs if len(pairs) == 2 else (pairs[0], (None, None))
-    assert x is not None
+    (x, x_weight), *rest = pairs
     rows, columns = x.shape
-    second = 1 if y is None else y.shape[1]
-    rms_norm_kernel[len(pairs), rows](
-        x, x.stride(0), x_weight, outs[0], columns, y, 0 if y is None else y.stride(0), y_weight, None if y is None else outs[1],
-        second, eps, WX=triton.next_power_of_2(columns), WY=triton.next_power_of_2(second), num_warps=4,
-    )  # fmt: skip
-    return outs
+    quantised = None if tile is None else QuantisedInput.empty(rows, (columns,), tile, x.device)
+    x_out = torch.empty_like(x, memory_format=torch.contiguous_format) if quantised is None else quantised.codes.view(torch.uint8)
+    y, y_weight = rest[0] if rest else (None, None)
+    y_out = None if y is None else torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    if rows:
+        second = 1 if y is None else y.shape[1]
+        rms_norm_kernel[len(pairs), rows](
+            x, x.stride(0), x_weight, x_out, None if quantised is None else quantised.scales, columns,
+            y, 0 if y is None else y.stride(0), y_weight, y_out, second, rows, eps,
+            WX=triton.next_power_of_2(columns), WY=triton.next_power_of_2(second), TILE=tile, num_warps=4,
+        )  # fmt: skip
+    first = x_out if quantised is None else quantised
+    return (first,) if y_out is None else (first, y_out)
 
 
 def aot_cases() -> list[AotCase]:
-    first = {"x": "*bf16", "x_stride": "i32", "x_weight": "*fp32", "x_out": "*bf16", "DX": "i32", "eps": "fp32"}
+    first = {"x": "*bf16", "x_stride": "i32", "x_weight": "*fp32", "x_scales": "*fp32", "DX": "i32", "rows": "i32", "eps": "fp32"}
     second = {"y": "*bf16", "y_stride": "i32", "y_weight": "*fp32", "y_out": "*bf16", "DY": "i32"}
     absent = {"y": None, "y_weight": None, "y_out": None}
-    aligned = ("x", "x_stride", "x_weight", "x_out", "DX", "y", "y_stride", "y_weight", "y_out", "DY")
-    return [
-        AotCase(
-            "rms_norm" + " of two" * two, rms_norm_kernel, first | second, {"WX": 2048, "WY": 512} | ({} if two else absent),
-            aligned=tuple(name for name in aligned if two or name not in absent),
-        )
-        for two in (True, False)
-    ]  # fmt: skip
+    aligned = ("x", "x_stride", "x_weight", "x_out", "x_scales", "DX", "y", "y_stride", "y_weight", "y_out", "DY")
+    cases = []
+    for two, tile in ((True, 128), (True, 32), (True, None), (False, None)):
+        constants = {"WX": 2048, "WY": 512, "TILE": tile} | ({} if two else absent) | ({} if tile else {"x_scales": None})
+        free = tuple(name for name in aligned if name not in constants)
+        signature = first | second | {"x_out": "*u8" if tile else "*bf16"}
+        cases.append(AotCase(f"rms_norm{' of two' * two} tile={tile}", rms_norm_kernel, signature, constants, aligned=free))
+    return cases
