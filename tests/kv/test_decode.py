@@ -20,6 +20,7 @@ from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache
 from abyssal.kv.prefix import PrefixIndex
 from abyssal.kv.specs import ROLL_BACK, plan_caches
 from abyssal.model_config import parse_model_config
+from abyssal.ops.decode_facts import decode_facts
 from tests.support.small_model import small_config, v41_config_dict
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ class World:
         for pool in self.cache.pools.values():
             random.Random(1).shuffle(pool._free)  # so that neighbours in a table are no neighbours in the pool
         self.tables = DecodeTables(self.cache.specs, rows, CAPACITY, CPU)
-        self.facts = [DecodeFacts(config, self.tables, as_lists) for as_lists in (False, True)]
+        self.facts = [DecodeFacts(config, self.tables, as_lists, decode_facts) for as_lists in (False, True)]
 
     def sequence(self, ids: list[int]) -> SequenceCache:
         """Computed up to the last of `ids`, as far as the prefix index does not have it."""

@@ -46,7 +46,7 @@ class Decoder:
     ) -> None:
         self.model, self.cache, self.ngrams, self.device = model, cache, ngrams, device
         self.tables = DecodeTables(cache.specs, max_num_seqs, max_model_len, device)
-        self.facts = DecodeFacts(config, self.tables, model.ops.as_lists)
+        self.facts = DecodeFacts(config, self.tables, model.ops.as_lists, model.ops.decode_facts)
         self.batches = buckets(1, 2, max_num_seqs)
         self.capacities = buckets(FIRST_CAPACITY, CAPACITY_FACTOR, max_model_len)
         self._inputs = torch.zeros(4, max_num_seqs, dtype=torch.int64, device=device)
@@ -98,7 +98,7 @@ class Decoder:
 
     def _fill(self, caches: list[SequenceCache], positions: list[int], token_ids: list[int] | Tensor) -> None:
         values = np.zeros((4, self.batches[-1]), np.int64)
-        values[2] = self.tables.empty_row
+        values[0], values[2] = -1, self.tables.empty_row  # no token: no experts
         folded = [cache.folded_after(start) for cache, start in zip(caches, positions, strict=True)]
         rows = self.tables.place(caches)
         values[:, : len(caches)] = [

@@ -77,7 +77,7 @@ class QueryLists:
     window_lengths: Tensor  # [T] int32
     visible: dict[int, Tensor]  # ratio -> [T] int32, number of compressed entries that the query may see
     max_visible: dict[int, int]  # ratio -> the largest of them
-    entry_slots: dict[str, Tensor]  # kinds of which queries see all entries -> [layers, S, N] int32, N the largest `visible`
+    entry_slots: dict[str, Tensor]  # kinds of which queries see all entries -> [layers, S, N] int32, of those that it sees
     spans: list[Span]
 
     def all_entries(self, kind: str, row: int) -> Tensor:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.batch import Batch, CompressFacts, QueryGroup, QueryLists, Span, StoreFacts, page_slots, stores_tokens
+from abyssal.kv.batch import Batch, CompressFacts, QueryGroup, QueryLists, Span, StoreFacts, stores_tokens
 from abyssal.kv.pool import ALL, NO_PAGE, PageTable, SequenceCache
 from abyssal.kv.specs import ROLL_BACK, CacheSpec
+from abyssal.ops.decode_facts import NO_FLOOR, Array, Compute, Plan, Table, Task, What
 from abyssal.ops.rope import rope_frequencies
 
 
@@ -33,13 +34,20 @@ class DecodeTables:
         shapes = {n: (len(s.layers), num_rows + 1, _columns(s, max_tokens)) for n, s in specs.items()}
         ends = [0, *accumulate(math.prod(shape) for shape in shapes.values())]
         host = np.full(ends[-1], NO_PAGE, np.int32)
-        self._all = torch.full((ends[-1],), NO_PAGE, dtype=torch.int32, device=device)
+        self.all_pages = torch.full((ends[-1],), NO_PAGE, dtype=torch.int32, device=device)
         parts = dict(zip(shapes, pairwise(ends), strict=True))
-        self._first = {n: start for n, (start, _) in parts.items()}
+        self.starts = {n: start for n, (start, _) in parts.items()}
         self._host = {n: host[start:end].reshape(shapes[n]) for n, (start, end) in parts.items()}
-        self.pages = {n: self._all[start:end].view(shapes[n]) for n, (start, end) in parts.items()}  # [layers, rows, columns]
+        self.pages = {
+            n: self.all_pages[start:end].view(shapes[n]) for n, (start, end) in parts.items()
+        }  # [layers, rows, columns]
         self._owners: list[SequenceCache | None] = [None] * num_rows
         self._rows: dict[int, int] = {}  # id of a sequence -> its row
+
+    def of_kind(self, name: str) -> Table:
+        """Where its page tables lie in `all_pages`."""
+        spec, (layers, _, columns) = self.specs[name], self.pages[name].shape
+        return Table(self.starts[name], layers, columns, spec.entries_per_page, spec.record_entries)
 
     def place(self, caches: list[SequenceCache]) -> list[int]:
         """The row of each sequence, at most `num_rows` of them; what the device has in it is queued to become up to date."""
@@ -61,7 +69,7 @@ class DecodeTables:
         parts += [self._add(name, blocks) for name, blocks in added.items() if blocks]
         if parts:
             sent = staged(np.concatenate(parts, axis=1), self.device).to(self.device, non_blocking=True)
-            self._all.index_copy_(0, sent[0], sent[1].int())
+            self.all_pages.index_copy_(0, sent[0], sent[1].int())
         return rows
 
     def _give_rows(self, caches: list[SequenceCache], rows: list[int]) -> None:
@@ -76,7 +84,7 @@ class DecodeTables:
                 cache.changed.update(dict.fromkeys(self.specs, ALL))
 
     def _add(self, name: str, blocks: list[tuple[int, int, np.ndarray]]) -> np.ndarray:
-        """Note new blocks of several rows -> int64 [2, n], places in `_all` and the pages that belong there.
+        """Note new blocks of several rows -> int64 [2, n], places in `all_pages` and the pages that belong there.
 
         What a window leaves behind may stay: a column is read for the blocks that a sequence holds.
         """
@@ -88,10 +96,10 @@ class DecodeTables:
         return np.stack((self._place(name, layer, row, column).ravel(), own.ravel()))
 
     def _place(self, name: str, layer: np.ndarray, row: np.ndarray | int, column: np.ndarray) -> np.ndarray:
-        return self._first[name] + (layer * (self.empty_row + 1) + row) * self.pages[name].shape[2] + column
+        return self.starts[name] + (layer * (self.empty_row + 1) + row) * self.pages[name].shape[2] + column
 
     def _replace(self, name: str, row: int, table: PageTable) -> np.ndarray:
-        """Bring a row to the state of `table` -> int64 [2, n], places in `_all` that differ and the pages that belong there."""
+        """Bring a row to the state of `table` -> int64 [2, n], places in `all_pages` that differ and the pages that belong there."""
         known = self._host[name][:, row]  # [layers, columns]
         columns = known.shape[1]
         wanted = np.full(known.shape, NO_PAGE, np.int32)
@@ -130,139 +138,174 @@ class DecodeInputs:
 class DecodeFacts:
     """Builds the `Batch` of a step from `DecodeInputs`, by operations on tensors of fixed shapes."""
 
-    def __init__(self, config: ModelConfig, tables: DecodeTables, as_lists: bool) -> None:
-        """`as_lists`: as for `build_batch`."""
-        self.config, self.tables, self.specs, self.as_lists = config, tables, tables.specs, as_lists
+    def __init__(self, config: ModelConfig, tables: DecodeTables, as_lists: bool, compute: Compute) -> None:
+        """
+        Args:
+            as_lists: as for `build_batch`.
+            compute: `decode_facts` of `abyssal.ops`.
+        """
+        self.config, self.tables, self.specs, self.as_lists, self.compute = config, tables, tables.specs, as_lists, compute
         self.ratios = sorted({plan.ratio for plan in config.layers if plan.ratio})
         ropes = [config.rope_main, *[config.rope_compress] * (1 + len(self.ratios))]
-        self._frequencies = torch.stack([rope_frequencies(rope) for rope in ropes]).unsqueeze(1).to(tables.device)
+        self.frequencies = torch.stack([rope_frequencies(rope) for rope in ropes]).unsqueeze(1).to(tables.device)
+        self._shapes: dict[tuple[int, int], _Shape] = {}
 
     def batch(self, inputs: DecodeInputs, capacity: int) -> Batch:
         """The facts of a step; every sequence in it has at most `capacity` tokens, the new one included."""
-        positions = inputs.positions.int()
-        step = _Step(inputs.rows, positions, positions + 1, inputs.rows != self.tables.empty_row, inputs.folded.int(), capacity)
-        first_tokens = [positions // r * r for r in self.ratios]
-        turned = torch.stack([positions, positions, *first_tokens]).float().unsqueeze(2) * self._frequencies
-        main, compress, *of_groups = torch.polar(torch.ones_like(turned), turned)
-        each = torch.arange(len(positions), device=positions.device)
+        key = (len(inputs.positions), capacity)
+        if key not in self._shapes:
+            self._shapes[key] = _Shape(self, *key)
+        shape = self._shapes[key]
+        memory = self.compute(inputs.positions, inputs.rows, inputs.folded, self.tables.all_pages, shape.plan)
+        got = {name: array.of(memory) for name, array in shape.arrays.items()}
+        turned = got["rope", 0].view(-1, shape.count, 1).float() * self.frequencies
+        main, compress, *of_groups = torch.polar(shape.ones, turned)
         tables = {
             n: self.tables.pages[n][:, :, : _columns(s, capacity)].index_select(1, inputs.rows)
             for n, s in self.specs.items()
             if s.lifetime == "context"
         }
-        own = positions.unsqueeze(1)
-        stores = {
-            n: StoreFacts(each, self._slots(n, step, own)[:, :, 0].long()) for n, s in self.specs.items() if stores_tokens(s)
-        }
         return Batch(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
-            logit_rows=each,
+            logit_rows=shape.each,
             rope={"main": main, "compress": compress},
-            groups=[] if self.as_lists else [self._group(step)],
-            lists=self._lists(step, tables) if self.as_lists else None,
-            stores=stores,
-            compress={r: self._compress(r, step, rope) for r, rope in zip(self.ratios, of_groups, strict=True)},
+            groups=[] if self.as_lists else [self._group(shape, inputs, got)],
+            lists=self._lists(shape, got) if self.as_lists else None,
+            stores={n: StoreFacts(shape.each, slots[:, :, 0]) for n, slots in _named("store", got).items()},
+            compress={r: _compress(r, got, rope) for r, rope in zip(self.ratios, of_groups, strict=True)},
             tables=tables,
             engram_rows=None,
         )
 
-    def _slots(self, name: str, step: _Step, entries: Tensor) -> Tensor:
-        """Slots int32 [layers, B, n] of entries int32 [B, n]; -1 for negative ones and where nothing is stored."""
-        spec, pages = self.specs[name], self.tables.pages[name]
-        columns, per_page = pages.shape[2], spec.entries_per_page
-        stored = entries % spec.record_entries if spec.lifetime == "record" else entries
-        place = step.rows.unsqueeze(1) * columns + stored // per_page % columns
-        held = pages.flatten(1).index_select(1, place.flatten()).view(-1, *place.shape)
-        slots = held * per_page + stored % per_page
-        return slots.masked_fill_((held == NO_PAGE) | (entries < 0), -1)
-
-    def _visible(self, step: _Step) -> dict[int, Tensor]:
-        return {r: (step.ends // r).masked_fill_(~step.live, 0) for r in self.ratios}
-
-    def _group(self, step: _Step) -> QueryGroup:
-        window = self.specs["window"]
-        reach = torch.arange(1 - window.window, 1, dtype=torch.int32, device=step.ends.device)
-        slots = self._slots("window", step, step.positions.unsqueeze(1) + reach)  # [layers, B, W]
-        count = len(step.ends)
+    def _group(self, shape: _Shape, inputs: DecodeInputs, got: _Got) -> QueryGroup:
+        slots = got["window", "window"]
         return QueryGroup(
-            rows=slice(0, count),
-            sequences=torch.arange(count, device=step.ends.device),
-            positions=step.positions.long().unsqueeze(1),
+            rows=slice(0, shape.count),
+            sequences=shape.each,
+            positions=inputs.positions.unsqueeze(1),
             window_slots=slots,
             window_hidden=(slots[0] < 0).unsqueeze(1),
-            visible={r: v.long().unsqueeze(1) for r, v in self._visible(step).items()},
-            max_visible={r: step.capacity // r for r in self.ratios},
+            visible={r: got["visible", r][0] for r in self.ratios},
+            max_visible=shape.most,
         )
 
-    def _lists(self, step: _Step, tables: dict[str, Tensor]) -> QueryLists:
-        window, count = self.specs["window"], len(step.ends)
-        oldest = (step.ends - window.window).clamp_(min=0)
-        keys = oldest.unsqueeze(1) + torch.arange(window.window, dtype=torch.int32, device=step.ends.device)
-        most = {r: step.capacity // r for r in self.ratios}
-        wholly = {
-            f"c{p.ratio}"
-            for p in self.config.layers
-            if p.selection == "all" or (p.ratio and most[p.ratio] <= self.config.index_topk)
-        }
+    def _lists(self, shape: _Shape, got: _Got) -> QueryLists:
+        every = slice(0, shape.count)
         return QueryLists(
             sequences=None,
-            window_slots=self._slots("window", step, keys),
-            window_lengths=(step.ends - oldest).masked_fill_(~step.live, 0),
-            visible=self._visible(step),
-            max_visible=most,
-            entry_slots={n: page_slots(tables[n], self.specs[n], most[self.specs[n].ratio]) for n in wholly},
-            spans=[Span(slice(0, count), slice(0, count), most)],
+            window_slots=got["window", "window"],
+            window_lengths=got["window lengths", 0][0, :, 0],
+            visible={r: got["visible", r][0, :, 0] for r in self.ratios},
+            max_visible=shape.most,
+            entry_slots=_named("all", got),
+            spans=[Span(every, every, shape.most)],
         )
 
-    def _compress(self, ratio: int, step: _Step, rope: Tensor) -> CompressFacts:
-        """Row b completes group b, or leaves it out; with sums, group B + b is what sequence b adds to its sums."""
-        kinds = [n for n in (f"c{ratio}", f"c{ratio}_index") if n in self.specs]
-        with_state = [f"{n}_state" for n in kinds if f"{n}_state" in self.specs]
-        with_sums = [f"{n}_sums" for n in kinds if f"{n}_sums" in self.specs]
-        ends, device, count = step.ends, step.ends.device, len(step.ends)
-        complete = step.live & (ends % ratio == 0)
-        entry = (ends // ratio - 1).masked_fill(~complete, -1).unsqueeze(1)
+
+_Key = tuple[str, str | int]  # what an array is; of which kind or ratio
+_Got = dict[_Key, Tensor]
+
+
+def _named(what: str, got: _Got) -> dict[str, Tensor]:
+    return {str(name): array for (key, name), array in got.items() if key == what}
+
+
+def _compress(ratio: int, got: _Got, rope: Tensor) -> CompressFacts:
+    """Row b completes group b, or leaves it out; with sums, group B + b is what sequence b adds to its sums."""
+    main, index = f"c{ratio}", f"c{ratio}_index"
+
+    def of_kinds(what: str, suffix: str) -> dict[str, Tensor]:
+        return {n: got[what, n] for n in (main + suffix, index + suffix) if (what, n) in got}
+
+    return CompressFacts(
+        phases=got["phases", ratio][0, :, 0],
+        sources=got["sources", ratio][0],
+        carried={n: slots.flatten(1) for n, slots in of_kinds("carried", "_state").items()},
+        carried_sums={n: slots[:, :, 0] for n, slots in of_kinds("carried sums", "_sums").items()},
+        sum_slots={n: slots[:, :, 0] for n, slots in of_kinds("sums", "_sums").items()},
+        entry_slots={n: slots[:, :, 0] for n, slots in of_kinds("entries", "").items()},
+        rope=rope,
+    )
+
+
+class _Shape:
+    """The arrays of steps of `count` rows with up to `capacity` tokens each, and constants beside them."""
+
+    def __init__(self, facts: DecodeFacts, count: int, capacity: int) -> None:
+        self.count, self.most = count, {r: capacity // r for r in facts.ratios}
+        device, self._tables = facts.tables.device, facts.tables
+        self.each = torch.arange(count, device=device)
+        self.ones = torch.ones(len(facts.frequencies), count, facts.frequencies.shape[2], device=device)
+        self.plan = Plan(count, facts.tables.empty_row + 1, ROLL_BACK, device)
+        self.arrays: dict[_Key, Array] = {}
+        ropes = self._new(("rope", 0), torch.int32, 1, len(facts.frequencies))
+        for part, ratio in enumerate((1, 1, *facts.ratios)):
+            self._fill(What.GROUP_START, ropes, part=part, ratio=ratio)
+        for name, spec in facts.specs.items():
+            if stores_tokens(spec):
+                self._slots(What.SLOTS, "store", name, torch.int64)
+        window = facts.specs["window"].window
+        floor = 0 if facts.as_lists else NO_FLOOR
+        self._slots(What.SLOTS, "window", "window", width=window, shift=1 - window, floor=floor)
+        for ratio in facts.ratios:
+            visible = self._new(("visible", ratio), torch.int32 if facts.as_lists else torch.int64)
+            self._fill(What.VISIBLE, visible, ratio=ratio)
+            self._compress(ratio)
+        if facts.as_lists:
+            self._fill(What.LENGTH, self._new(("window lengths", 0), torch.int32), shift=1 - window)
+            most, topk = self.most, facts.config.index_topk
+            wholly = {
+                f"c{p.ratio}": p.ratio for p in facts.config.layers if p.selection == "all" or (p.ratio and most[p.ratio] <= topk)
+            }
+            for name, ratio in wholly.items():
+                self._slots(What.ALL, "all", name, width=most[ratio], ratio=ratio)
+
+    def _compress(self, ratio: int) -> None:
+        specs = self._tables.specs
+        kinds = [n for n in (f"c{ratio}", f"c{ratio}_index") if n in specs]
+        with_sums = [f"{n}_sums" for n in kinds if f"{n}_sums" in specs]
         # A group takes up so many tokens, the new one last.
         span = ROLL_BACK + 1 if with_sums else 2 * ratio if ratio == 4 else ratio
-        tokens = step.positions.unsqueeze(1) + torch.arange(1 - span, 1, dtype=torch.int32, device=device)  # [B, span]
-        carried = count * (span - 1)
-        index = torch.arange(carried, device=device).view(count, -1)
-        new = torch.arange(carried, carried + count, device=device).unsqueeze(1)
-        sources, empty = torch.cat((index, new), dim=1), carried + count
-        carried_sums, sum_slots = {}, {}
+        self._fill(What.PHASE, self._new(("phases", ratio), torch.int64), ratio=ratio)
+        sources = self._new(("sources", ratio), torch.int64, 1, 2 if with_sums else 1, span)
         if with_sums:
-            start = step.positions // ratio * ratio  # of the group that the new token is in
-            first = torch.maximum(step.folded, start)
-            folded = torch.maximum(step.folded, ends - ROLL_BACK)
-            open_first = torch.maximum(step.folded, folded // ratio * ratio)
-            complete_sources = sources.masked_fill(tokens < first.unsqueeze(1), empty)
-            used = (tokens >= open_first.unsqueeze(1)) & (tokens < folded.unsqueeze(1))
-            sources = torch.cat((complete_sources, sources.masked_fill(~used, empty)))
-            continued = torch.cat((first > start, open_first > folded // ratio * ratio))  # [2 B]
-            grows = step.live & (folded > open_first)
-            for name in with_sums:
-                slots = self._slots(name, step, torch.zeros_like(ends).unsqueeze(1))[:, :, 0]  # [layers, B]
-                carried_sums[name] = slots.repeat(1, 2).masked_fill_(~continued, -1)
-                sum_slots[name] = slots.masked_fill(~grows, -1).long()
+            self._fill(What.SOURCES_COMPLETED, sources, ratio=ratio)
+            self._fill(What.SOURCES_OPEN, sources, part=1, ratio=ratio)
         else:
-            sources = sources.masked_fill(tokens < 0, empty)
-        return CompressFacts(
-            phases=(step.positions % ratio).long(),
-            sources=sources,
-            carried={n: self._slots(n, step, tokens[:, :-1]).flatten(1) for n in with_state},
-            carried_sums=carried_sums,
-            sum_slots=sum_slots,
-            entry_slots={n: self._slots(n, step, entry)[:, :, 0] for n in kinds},
-            rope=rope,
-        )
+            self._fill(What.SOURCES, sources, ratio=ratio)
+        for name in kinds:
+            self._slots(What.COMPLETED, "entries", name, ratio=ratio)
+            if f"{name}_state" in specs:
+                self._slots(What.SLOTS, "carried", f"{name}_state", width=span - 1, shift=1 - span, floor=NO_FLOOR)
+        for name in with_sums:
+            continued = self._slots(What.CONTINUED, "carried sums", name, parts=2, ratio=ratio)
+            self._fill(What.CONTINUED_OPEN, continued, name, part=1, ratio=ratio)
+            self._slots(What.GROWN, "sums", name, torch.int64, ratio=ratio)
 
+    def _slots(
+        self,
+        what: What,
+        key: str,
+        name: str,
+        dtype: torch.dtype = torch.int32,
+        *,
+        parts: int = 1,
+        width: int = 1,
+        ratio: int = 1,
+        shift: int = 0,
+        floor: int = 0,
+    ) -> Array:
+        array = self._new((key, name), dtype, len(self._tables.specs[name].layers), parts, width)
+        self._fill(what, array, name, ratio=ratio, shift=shift, floor=floor)
+        return array
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    rows: Tensor  # [B] int64
-    positions: Tensor  # [B] int32
-    ends: Tensor  # [B] int32, positions + 1
-    live: Tensor  # [B] bool, there is a sequence
-    folded: Tensor  # [B] int32
-    capacity: int
+    def _new(self, key: _Key, dtype: torch.dtype, layers: int = 1, parts: int = 1, width: int = 1) -> Array:
+        self.arrays[key] = self.plan.array(dtype, layers, parts * self.count, width)
+        return self.arrays[key]
+
+    def _fill(
+        self, what: What, array: Array, name: str | None = None, *, part: int = 0, ratio: int = 1, shift: int = 0, floor: int = 0
+    ) -> None:
+        table = None if name is None else self._tables.of_kind(name)
+        self.plan.tasks.append(Task(what, array, table, part, ratio, shift, floor))

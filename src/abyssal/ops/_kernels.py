@@ -18,6 +18,8 @@ from abyssal.kv.pool import KVCache, RecordView
 from abyssal.kv.specs import CachePlan
 from abyssal.ops._select import Query, Selection, decides, publishes
 from abyssal.ops.compress.triton import Pages, compress
+from abyssal.ops.decode_facts import Plan
+from abyssal.ops.decode_facts.triton import decode_facts
 from abyssal.ops.hyper_connection import MixWeights, Site
 from abyssal.ops.hyper_connection import triton as hc
 from abyssal.ops.index_query.triton import index_query
@@ -93,6 +95,9 @@ class KernelOps:
         """Memory through which the programs of a `site` hand their sums over."""
         self._handover = hc.HandoverState.allocate(tokens, self.hidden, self.device, batch_invariant=self.batch_invariant)
         self._reserved = tokens
+
+    def decode_facts(self, positions: Tensor, rows: Tensor, folded: Tensor, pages: Tensor, plan: Plan) -> Tensor:
+        return decode_facts(positions, rows, folded, pages, plan)
 
     def qkv_insert(
         self, q: Tensor, kv: Tensor, rope: Tensor, window: RecordView, layer_row: int, store: StoreFacts, eps: float | None

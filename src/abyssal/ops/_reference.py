@@ -15,6 +15,7 @@ from abyssal.kv.pool import KVCache, RecordView
 from abyssal.ops import hyper_connection as hc
 from abyssal.ops._select import Query, Selection, decides, publishes
 from abyssal.ops.compress import compress, store_entries
+from abyssal.ops.decode_facts import Plan, decode_facts
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
 from abyssal.ops.linear import LinearWeight, linear, linear_grouped
@@ -29,6 +30,9 @@ from abyssal.ops.sparse_attention import sparse_attention
 class ReferenceOps:
     as_lists = False
     batch_invariant = False
+
+    def decode_facts(self, positions: Tensor, rows: Tensor, folded: Tensor, pages: Tensor, plan: Plan) -> Tensor:
+        return decode_facts(positions, rows, folded, pages, plan)
 
     def qkv_insert(
         self, q: Tensor, kv: Tensor, rope: Tensor, window: RecordView, layer_row: int, store: StoreFacts, eps: float | None

@@ -15,6 +15,7 @@ from abyssal.kv.batch import Batch, CompressFacts, StoreFacts
 from abyssal.kv.layouts import Grid
 from abyssal.kv.pool import KVCache, RecordView
 from abyssal.kv.specs import CachePlan
+from abyssal.ops.decode_facts import Plan
 from abyssal.ops.hyper_connection import MixWeights, Site
 from abyssal.ops.linear import LinearWeight
 from abyssal.ops.moe import ExpertLayer
@@ -41,6 +42,8 @@ class Ops(Protocol):
 
     as_lists: bool  # which view of a step's queries `build_batch` prepares
     batch_invariant: bool  # whether a token's results have the same bits whatever else is in its step
+
+    def decode_facts(self, positions: Tensor, rows: Tensor, folded: Tensor, pages: Tensor, plan: Plan) -> Tensor: ...
 
     def qkv_insert(
         self, q: Tensor, kv: Tensor, rope: Tensor, window: RecordView, layer_row: int, store: StoreFacts, eps: float | None

@@ -19,8 +19,8 @@ class Comm:
     mesh: Mesh = ONE_RANK
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """token_ids int64 [T], this rank's rows of the embedding -> [T, D] on every rank of the replica."""
-        return F.embedding(token_ids, table)
+        """token_ids int64 [T], this rank's rows of the embedding -> [T, D] on every rank of the replica; of ids below 0 anything."""
+        return F.embedding(token_ids.clamp(min=0), table)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum of the partial results of a replica's ranks, the same bits on each; `x` may be overwritten."""
