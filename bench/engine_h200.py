@@ -54,8 +54,8 @@ def separate_launches() -> Iterator[None]:
 
     one_site, config = KernelOps.site, hc.launch_config
 
-    def two(tokens: int, hidden: int, num_sms: int, one_launch: bool = True) -> hc.LaunchConfig:
-        return config(tokens, hidden, num_sms, one_launch=False)
+    def two(tokens: int, hidden: int, num_sms: int, own_pre: bool, one_launch: bool = True) -> hc.LaunchConfig:
+        return config(tokens, hidden, num_sms, own_pre, one_launch=False)
 
     def separate(self: KernelOps, source: Any, norm: Any, weights: Any, *, out: Any, post: Any, comb: Any, **rest: Any) -> Any:
         if out is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from torch import Tensor
 import abyssal
 from abyssal.checkpoint.expected import TensorSpec, expected_tensors
 from abyssal.checkpoint.files import CheckpointFiles
-from abyssal.checkpoint.loader import Weights
+from abyssal.checkpoint.loader import Weights, local_shape
 from abyssal.checkpoint.match import FP4_BLOCK, ROWS_BLOCK
 from abyssal.checkpoint.rows import RowTable
 from abyssal.config import ModelConfig
 from abyssal.model_config import parse_model_config
 from abyssal.ops.linear import E2M1_VALUES, LinearWeight
 from abyssal.ops.ngram_hash import bucket_primes
+from abyssal.parallel.mesh import ONE_RANK, Mesh
 
 PRESETS = Path(abyssal.__file__).parent / "assets" / "presets"
 ENGRAM_BUCKET = 16_000  # rows per hash bucket, a thousandth of the released ones; 24 buckets of 264-byte rows: 0.10 GB
@@ -111,11 +112,17 @@ def _write_tables(file: Path, config: ModelConfig) -> None:
 
 
 def random_weights(
-    folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: bool = False, row_cache_bytes: int = 0
+    folder: Path,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: bool = False,
+    row_cache_bytes: int = 0,
+    mesh: Mesh = ONE_RANK,
 ) -> Weights:
     """As `load_weights`: weights of the stored formats, of such sizes that activations stay near 1, made on `device`."""
     generator = torch.Generator(device).manual_seed(0)
-    table = expected_tensors(config)
+    table = {name: replace(spec, shape=local_shape(spec, mesh)) for name, spec in expected_tensors(config).items()}
     num_tables = sum(spec.kind == "rows" for spec in table.values())
     weights: Weights = {}
     for name, spec in table.items():

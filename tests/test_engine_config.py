@@ -40,6 +40,9 @@ ENGINE_VALUES: dict[str, tuple[Any, str]] = {
     "seed": (7, "7"),
     "served_model_name": ("name", "name"),
     "num_threads": (2, "2"),
+    "dp": (2, "2"),
+    "tp": (4, "4"),
+    "ep": (8, "8"),
 }
 SERVER_VALUES: dict[str, tuple[Any, str]] = {
     "host": ("0.0.0.0", "0.0.0.0"),
@@ -106,6 +109,9 @@ WRONG: list[tuple[type, str, list[Any]]] = [
     (EngineConfig, "seed", [-1, 2**63, 1.0, None]),
     (EngineConfig, "served_model_name", ["", 5]),
     (EngineConfig, "num_threads", [0, -1, True]),
+    (EngineConfig, "dp", [0, -1, True, None]),
+    (EngineConfig, "tp", [0, -1, 1.5, None]),
+    (EngineConfig, "ep", [0, -1, True]),
     (ServerConfig, "host", ["", None]),
     (ServerConfig, "port", [-1, 65536, "80", None]),
     (ServerConfig, "api_key", ["", " ", 5]),
@@ -212,7 +218,7 @@ def test_auto_on_cpu(model: ModelConfig) -> None:
     config = EngineConfig()
     resolved = resolve(config, model, device_available=False)
     expected = {"device": "cpu", "dtype": "float32", "kv_layout": "fp32", "compressed_kv_layout": "same", "index_layout": "fp32"}
-    expected |= {"backend": "reference", "kv_cache_bytes": 4 * 2**30, "served_model_name": "tiny-v4"}
+    expected |= {"backend": "reference", "kv_cache_bytes": 4 * 2**30, "served_model_name": "tiny-v4", "ep": 1}
     assert resolved == dataclasses.replace(config, **expected)
     assert config == EngineConfig()  # a new object; the given one still says auto
 

@@ -12,10 +12,11 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
+import triton
 from timing import COPY_BANDWIDTH, median_us
 
 from abyssal.ops import hyper_connection as hc
@@ -23,30 +24,22 @@ from abyssal.ops.hyper_connection import triton as kernel
 
 HIDDEN = (5120, 7168, 4096)
 TOKENS = (1, 8, 64, 512, 4096)
-# tokens -> one launch, block_tokens, block_hidden, warps, stages, registers[, splits]
+# tokens -> one launch, block_tokens, block_hidden, warps, stages, registers
 VARIANTS: dict[int, list[tuple[int, ...]]] = {
     1: [(True, 1, 32, 4, 2, 255)],
     8: [(True, 8, 64, 4, 2, 255)],
-    64: [(True, 16, 128, 4, 2, 255), (True, 16, 128, 4, 2, 168), (True, 64, 64, 8, 2, 128), (True, 64, 32, 8, 2, 128)],
-    512: [(True, 64, 64, 8, 2, 128), (True, 32, 64, 4, 2, 168), (True, 64, 32, 8, 2, 128), (True, 32, 128, 8, 2, 128),
-          (False, 64, 32, 8, 3, 128), (False, 32, 64, 4, 2, 168), (False, 32, 64, 8, 2, 128)],
-    4096: [(False, 64, 32, 8, 3, 128), (False, 64, 32, 8, 3, 128, 10), (False, 64, 32, 4, 3, 255, 10), (False, 32, 64, 4, 2, 168, 8),
-           (False, 32, 64, 8, 2, 128), (False, 32, 64, 8, 2, 128, 8), (True, 64, 64, 8, 2, 128)],
-}  # fmt: skip
+    64: [(True, 16, 128, 4, 2, 255), (True, 16, 128, 4, 2, 200)],
+    512: [(False, 32, 64, 4, 2, 168)],
+    4096: [(False, 64, 32, 4, 3, 255), (False, 64, 32, 8, 3, 128), (False, 32, 64, 4, 2, 168)],
+}
 PARAMETERS = {"rms_eps": 1e-6, "eps": 1e-6, "iterations": 20}
 
 
-def config_of(tokens: int, hidden: int, variant: tuple[int, ...], num_sms: int) -> kernel.LaunchConfig | None:
-    one_launch, block_tokens, block_hidden, num_warps, num_stages, registers, *splits = variant
-    config = kernel.LaunchConfig(
-        block_tokens, block_hidden, hidden // block_hidden, 1, num_warps, num_stages, registers, bool(one_launch)
-    )
+def config_of(tokens: int, hidden: int, variant: tuple[int, ...], num_sms: int) -> kernel.LaunchConfig:
+    one_launch, block_tokens, block_hidden, *rest = variant
     if one_launch:
-        return config
-    if not splits:
-        return kernel.two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
-    steps, rest = divmod(config.splits, splits[0])
-    return None if rest else replace(config, splits=splits[0], steps=steps)
+        return kernel.LaunchConfig(block_tokens, block_hidden, hidden // block_hidden, 1, *rest, True)
+    return kernel.two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, *rest)
 
 
 def make_inputs(tokens: int, hidden: int, own: bool, cold: bool) -> tuple[list[dict[str, Any]], list[hc.MixWeights]]:
@@ -80,21 +73,16 @@ def cases(hidden_sizes: list[int], tokens: list[int], num_sms: int) -> list[tupl
     found = []
     for hidden in hidden_sizes:
         for count in tokens:
-            chosen = kernel.launch_config(count, hidden, num_sms)
-            configs = [chosen]
-            configs += [c for v in VARIANTS[count] if (c := config_of(count, hidden, v, num_sms)) not in (None, chosen)]
             for own in (True, False):
-                if hidden == HIDDEN[0]:
-                    some = [c for c in configs if own or c == chosen or c.one_launch or c.num_warps == 8]
-                else:
-                    some = [c for c in configs if c == chosen or (c.relay and c.block_hidden == 64)]
-                found += [(hidden, count, own, c) for c in some]
+                chosen = kernel.launch_config(count, hidden, num_sms, own)
+                variants = [config_of(count, hidden, v, num_sms) for v in VARIANTS[count]] if hidden == HIDDEN[0] else []
+                found += [(hidden, count, own, c) for c in (chosen, *(v for v in variants if v != chosen))]
     return found
 
 
 def time_kernel(hidden: int, tokens: int, own: bool, config: kernel.LaunchConfig, cold: bool) -> float:
     arguments, weights = make_inputs(tokens, hidden, own, cold)
-    state = kernel.HandoverState.of_size(config.partial_rows(tokens), config.counters(tokens), "cuda")
+    state = kernel.HandoverState.of_size(config.partial_rows(tokens), triton.cdiv(tokens, config.block_tokens), "cuda")
     prepared = [kernel.KernelWeights.prepare(w) for w in weights]
     inputs = list(zip(arguments, prepared, strict=True))
     return median_us(
@@ -126,7 +114,7 @@ def compile_share(hidden_sizes: list[int], tokens: list[int], share: int, shares
     num_sms = kernel.sm_count(torch.device("cuda", 0))
     for hidden, _, own, config in cases(hidden_sizes, tokens, num_sms)[share::shares]:
         arguments, weights = make_inputs(1, hidden, own, cold=False)  # the token count is no compile-time constant
-        state = kernel.HandoverState.of_size(config.partial_rows(1), config.counters(1), "cuda")
+        state = kernel.HandoverState.of_size(config.partial_rows(1), 1, "cuda")
         try:
             kernel.site(weights=kernel.KernelWeights.prepare(weights[0]), state=state, config=config, **arguments[0])
         except Exception as error:  # noqa: BLE001
@@ -156,7 +144,7 @@ def main() -> None:
     num_sms, rows = kernel.sm_count(torch.device("cuda", 0)), []
     for hidden, tokens, own, config in cases(args.hidden, args.tokens, num_sms):
         row: dict[str, Any] = {"hidden": hidden, "tokens": tokens, "order": "v4" if own else "v41"}
-        row |= {"roof": roof_us(tokens, hidden), "chosen": config == kernel.launch_config(tokens, hidden, num_sms)} | asdict(
+        row |= {"roof": roof_us(tokens, hidden), "chosen": config == kernel.launch_config(tokens, hidden, num_sms, own)} | asdict(
             config
         )
         try:

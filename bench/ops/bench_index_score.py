@@ -23,27 +23,18 @@ from abyssal.ops.index_score._paged import GROUP
 
 FAILURES = (TritonError, RuntimeError, ValueError, TypeError, AssertionError, ImportError)
 ROWS = [(1, 262144, 64), (4, 262144, 64), (32, 32768, 64), (128, 8192, 64), (1, 1048576, 32), (32, 32768, 32)]
-TUNED = ROWS[1:2]  # rows on which every launch config runs
 COLD_BYTES = 180e6
 
 
 def kernels(layout: str, row: tuple[int, int, int]) -> dict[str, Callable[..., torch.Tensor]]:
     n, entries, _ = row
-    count = torch.cuda.get_device_properties(0).multi_processor_count
     options = {"layout": layouts.get(layout), "entries_per_page": PAGE, "num_entries": entries}
     maxima = {"maxima": torch.empty(n, 1, entries // GROUP, device="cuda")}
-    chosen = {
+    return {
         "gluon": functools.partial(gluon.index_score, **options, **maxima),
         "gluon, no maxima": functools.partial(gluon.index_score, **options),
         "triton": functools.partial(triton.index_score, **options, **maxima),
     }
-    if row in TUNED:
-        for copies, stages, registers, early in ((2, 8, 255, True), (3, 4, 168, True), (2, 8, 255, False)):
-            config = gluon.ScoreConfig(copies * count, 1, stages, registers, early)
-            chosen[f"gluon x {copies}, {stages}{', early' if early else ''}"] = functools.partial(
-                gluon.index_score, **options, **maxima, config=config
-            )
-    return chosen
 
 
 def worst_error(scores: torch.Tensor, paged: Paged, layout: str, keys: int = 4096) -> float:

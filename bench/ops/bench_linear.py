@@ -170,42 +170,45 @@ def products(table: Table, model: str, tokens: Sequence[int]) -> None:
             table.time(model, product.name, count, "bf16 library", roof, F.linear, [(x, *one) for one in plain])
             group = prepared[0].groups[0]
             if block == 128 and len(prepared[0].groups) == 1 and group.block is not None and product.columns % 512 == 0:
-
-                def scaled(x: Tensor, group: kernels.Group) -> None:
-                    quantised = kernels.quantise(x, 128)
-                    kernels._scaled(
-                        quantised, group, torch.empty(len(quantised.codes), len(group.data), dtype=x.dtype, device=DEVICE)
-                    )
-
                 table.time(model, product.name, count, "quantise, e4m3", roof, scaled, [(x, one.groups[0]) for one in prepared])
 
 
+def scaled(x: Tensor, group: kernels.Group) -> None:
+    quantised = kernels.quantise(x, 128)
+    kernels._scaled(quantised, group, torch.empty(len(quantised.codes), len(group.data), dtype=x.dtype, device=DEVICE))
+
+
 def sweep(table: Table) -> None:
-    """Tile heights and pipeline depths of the few-token kernel, then the routes at the tokens where they may cross."""
-    for model, name in (("v4-flash", "of_x: wq_a wkv"), ("v4-flash", "wq_b"), ("v4-flash", "wo_b"), ("v4.1-flash", "wo_b")):
+    """Tiles of the few-token kernel, then the routes at the tokens where they may cross."""
+    tiles = {
+        1: ((8, 16, 3), (8, 16, 6), (8, 32, 3), (8, 32, 6)),
+        64: ((16, 32, 4), (32, 16, 4), (32, 32, 4), (64, 16, 3), (64, 32, 3)),
+    }
+    for model, name in (("v4-flash", "wo_b"), ("v4.1-flash", "wo_b")):
         block, listed = MODELS[model]
         product = next(one for one in listed if one.name == name)
         groups = [kernels.prepare_linear(weights_of(product, block)).groups[0] for _ in range(copies(product.nbytes(0)))]
-        for count, sizes in ((1, ((8, 16), (8, 32), (8, 64))), (8, ((8, 16), (8, 32))), (64, ((16, 32), (32, 16), (32, 32)))):
+        for count, sizes in tiles.items():
             x = torch.randn(count, product.columns, device=DEVICE).bfloat16()
-            for tile, rows in sizes:
-                for stages in (2, 3, 5, 7):
-                    config = kernels.FewConfig(tile, (rows,), stages)
-                    table.time(
-                        model, name, count, f"{tile}x{rows} {stages} stages", product.roof_us(count),
-                        lambda x, group, config=config: kernels.few_tokens(x, [group], config=config), [(x, one) for one in groups],
-                    )  # fmt: skip
-        for count in (16, 32, 48, 96, 128, 192, 256):
+            for tokens, rows, stages in sizes:
+                config = kernels.FewConfig(tokens, (rows,), stages)
+                table.time(
+                    model, name, count, f"{tokens}x{rows} {stages} stages", product.roof_us(count),
+                    lambda x, group, config=config: kernels.few_tokens(x, [group], config=config), [(x, one) for one in groups],
+                )  # fmt: skip
+        for count in (16, 32, 64, 128, 256):
             x = torch.randn(count, product.columns, device=DEVICE).bfloat16()
-            inputs = [(x, one) for one in groups]
-            table.time(model, name, count, "few", product.roof_us(count), lambda x, group: kernels.few_tokens(x, [group]), inputs)
-            table.time(model, name, count, "library", product.roof_us(count), kernels._library, inputs)
+            inputs, roof = [(x, one) for one in groups], product.roof_us(count)
+            table.time(model, name, count, "few", roof, lambda x, group: kernels.few_tokens(x, [group]), inputs)
+            table.time(model, name, count, "library", roof, kernels._library, inputs)
+            if block == 128:
+                table.time(model, name, count, "quantise, e4m3", roof, scaled, inputs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="file for the full results")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["v4-flash", "v4.1-flash"])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()

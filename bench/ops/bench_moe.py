@@ -26,7 +26,7 @@ from abyssal.ops.moe.triton import MoeConfig, ProductConfig
 from bench.ops.timing import COPY_BANDWIDTH, median_us
 
 FP8_FLOPS = 1414e12  # flop/s, twice the measured bf16 rate
-TOKENS = (1, 8, 32, 64, 128, 512, 4096)
+TOKENS = (1, 8, 64, 128, 512, 2048, 4096)
 FAILURES = (RuntimeError, AssertionError, ValueError, TypeError, triton.TritonError)
 DEVICE = "cuda"
 
@@ -48,10 +48,10 @@ SHAPES = {
 K = 6
 # block_tokens, block_rows, chunks or stages, warps of the first product and the second, by the largest token count
 VARIANTS: dict[int, tuple[tuple[tuple[int, int, int, int], tuple[int, int, int, int]], ...]] = {
-    8: (((8, 16, 2, 1), (8, 16, 2, 1)), ((8, 16, 4, 1), (8, 16, 2, 1)), ((8, 16, 1, 1), (8, 16, 1, 1)), ((8, 32, 2, 1), (8, 32, 2, 1))),
-    64: (((8, 32, 2, 1), (8, 32, 2, 1)), ((8, 32, 1, 1), (8, 32, 1, 1)), ((8, 64, 1, 1), (8, 64, 1, 1)), ((16, 32, 2, 1), (16, 32, 2, 1))),
-    512: (((16, 32, 2, 1), (16, 32, 2, 1)), ((16, 64, 1, 1), (16, 64, 1, 1)), ((16, 128, 3, 4), (16, 128, 3, 4)), ((64, 128, 3, 4), (64, 128, 3, 4))),
-    4096: (((128, 128, 3, 8), (128, 128, 3, 8)), ((64, 128, 3, 4), (64, 128, 3, 4)), ((128, 256, 3, 8), (128, 256, 3, 8)), ((64, 128, 4, 4), (64, 128, 4, 4))),
+    8: (((8, 16, 2, 1), (8, 16, 2, 1)), ((8, 16, 2, 1), (8, 16, 4, 1)), ((8, 16, 2, 1), (8, 32, 2, 1)), ((8, 32, 2, 1), (8, 32, 2, 1))),
+    64: (((8, 32, 2, 1), (8, 32, 2, 1)), ((8, 16, 2, 1), (8, 16, 2, 1)), ((8, 32, 4, 1), (8, 32, 4, 1))),
+    512: (((16, 128, 3, 4), (16, 128, 3, 4)), ((16, 128, 4, 4), (16, 128, 4, 4)), ((8, 32, 2, 1), (8, 32, 2, 1)), ((32, 128, 3, 4), (32, 128, 3, 4))),
+    4096: (((128, 256, 3, 8), (128, 256, 3, 8)), ((128, 64, 3, 4), (128, 64, 3, 4)), ((128, 64, 2, 4), (128, 64, 2, 4)), ((128, 128, 2, 4), (128, 128, 2, 4)), ((64, 128, 3, 4), (64, 128, 3, 4))),
 }  # fmt: skip
 
 
@@ -139,11 +139,11 @@ def measure(name: str, tokens: int, layer: kernels.KernelExperts, rows: list[dic
         row(f"experts {text}", lambda choice, config=config: kernels.routed_experts(choice, layer, config), choices, roof)
     default = kernels.moe_config(tokens * K, shape.experts)
     row("route", lambda x, ids: kernels.route(x, ids, layer, default), inputs, None)
-    shared_bytes = 3 * shape.dim * shape.inner * (1 + 1 / 32)
+    shared_bytes = 3 * shape.dim * shape.inner
     shared_roof = max(shared_bytes / COPY_BANDWIDTH, 6 * tokens * shape.dim * shape.inner / FP8_FLOPS) * 1e6
-    for shared in dict.fromkeys((kernels.moe_config(tokens, 1), *(configs(tokens)[:2] if tokens > 8 else ()))):
-        text = f"{shared.up.block_tokens}x{shared.up.block_rows}w{shared.up.warps}"
-        row(f"shared {text}", lambda x, _, shared=shared: kernels.shared_expert(x, layer, shared), inputs, shared_roof)
+    row("shared", lambda x, _: kernels.shared_expert(x, layer), inputs, shared_roof)
+    beside = torch.cuda.Stream()
+    row("whole layer, shared beside", lambda x, ids: kernels.moe(x, ids, layer, beside=beside), inputs, roof + shared_roof)
     row("whole layer", lambda x, ids: kernels.moe(x, ids, layer), inputs, roof + shared_roof)
     print("    " + "  ".join(f"{key} {us:.1f}" for key, us in launch_us(layer, inputs).items()), flush=True)
 
@@ -157,7 +157,7 @@ def compile_share(models: list[str], tokens: list[int], share: int, shares: int)
         x, ids = make_inputs(shape, 2)[0]
         try:
             kernels.moe(x, ids, layer, config=configs(count)[index])
-            kernels.shared_expert(x, layer, configs(count)[index])
+            kernels.shared_expert(x, layer)
         except FAILURES as error:
             print(f"{configs(count)[index]}: {type(error).__name__}", file=sys.stderr)
 

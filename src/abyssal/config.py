@@ -6,6 +6,7 @@ is what one layer does. `EngineConfig` holds every option of the engine; the com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -176,11 +177,14 @@ class EngineConfig:
     max_model_len: int | None = option(None, "most tokens of a sequence; default: what model and cache allow", low=1)
     enable_prefix_caching: bool = option(True, "reuse the cache of common prompt prefixes")
     enable_cuda_graphs: bool | None = option(
-        None, "replay decode steps as CUDA graphs, a graph per shape; default: where the ops are kernels"
+        None, "replay decode steps as CUDA graphs, a graph per shape; default: where the ops are kernels and there is one rank"
     )
     seed: int = option(0, "seed of requests that bring none", low=0, high=2**63 - 1)
     served_model_name: str | None = option(None, "name of the model in the API; default: its folder's name")
     num_threads: int | None = option(None, "CPU threads of PyTorch; default: PyTorch's choice", low=1)
+    dp: int = option(1, "replicas that share out requests, each with a cache of its own; one process and device per rank", low=1)
+    tp: int = option(1, "ranks of a replica, which share out heads, groups of the output and the vocabulary", low=1)
+    ep: int | None = option(None, "ranks that share out the experts: tp, or several replicas together; default: tp", low=1)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -204,9 +208,23 @@ class ServerConfig:
     thinking: str = option(
         "auto", "thinking when a request does not say; auto asks the checkpoint", choices=("auto", "on", "off")
     )
+    prefill_engines: int = option(
+        0, "engines, a GPU each, that compute prompts only and hand them to decode_engines; 0: one engine does both", low=0
+    )
+    decode_engines: int = option(1, "engines, a GPU each, beside prefill_engines", low=1)
+    ray: bool = option(
+        False, "run the engines as replicas on a Ray cluster: the one that RAY_ADDRESS names, or one of this machine"
+    )
+    replicas: int = option(1, "engines on the Ray cluster, each of dp*tp GPUs of one node", low=1)
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.replicas > 1 and not self.ray:
+            raise ConfigError(f"replicas={self.replicas} needs ray; on this machine alone dp does the same")
+        if self.ray and self.prefill_engines:
+            raise ConfigError("ray and prefill_engines do not go together; leave one out")
+        if self.decode_engines > 1 and self.prefill_engines == 0:
+            raise ConfigError(f"decode_engines={self.decode_engines} needs prefill_engines of at least 1")
 
 
 # What `auto` means, by device and family. Compressed and index layouts follow from the KV layout.
@@ -275,6 +293,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
     """
     device = _resolve_device(config.device, device_available)
     kv, compressed, index = _resolve_layouts(config, device, model_config)
+    ep = resolve_ranks(config, model_config)
     dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if config.dtype == "auto" else config.dtype
     backend = _resolve_backend(config.backend, device, dtype, (kv, compressed, index), model_config, gpu)
     if config.max_model_len is not None and config.max_model_len > model_config.max_position:
@@ -282,10 +301,16 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
             f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings={model_config.max_position}; "
             "lower it or leave it out"
         )
-    graphs = backend != "reference" if config.enable_cuda_graphs is None else config.enable_cuda_graphs
+    alone = config.dp * config.tp == 1
+    graphs = backend != "reference" and alone if config.enable_cuda_graphs is None else config.enable_cuda_graphs
     if graphs and backend == "reference":
         raise ConfigError(
             "enable_cuda_graphs=true needs kernels, but backend is reference; choose another backend or leave the option out"
+        )
+    if graphs and ep > config.tp:
+        raise ConfigError(
+            f"enable_cuda_graphs=true: replicas that share experts (dp={config.dp}, ep={ep}) compute steps of other sizes than their own; "
+            "leave the option out"
         )
     default_bytes = CPU_KV_CACHE_BYTES if device == "cpu" else None
     return replace(
@@ -299,6 +324,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
         enable_cuda_graphs=graphs,
         kv_cache_bytes=default_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes,
         served_model_name=config.served_model_name or _model_name(config.model),
+        ep=ep,
     )
 
 
@@ -306,6 +332,28 @@ def _resolve_device(device: str, cuda: bool) -> str:
     if device == "cuda" and not cuda:
         raise ConfigError("device='cuda', but PyTorch finds no usable CUDA device; choose cpu or auto")
     return ("cuda" if cuda else "cpu") if device == "auto" else device
+
+
+def resolve_ranks(config: EngineConfig, model: ModelConfig) -> int:
+    """`ep` as a number; refuses ranks among which the model's dimensions cannot be shared out."""
+    shared = model.moe_intermediate_size * model.num_shared_experts
+    dims = {"heads": model.num_heads, "output groups": model.o_groups, "tokens of vocabulary": model.vocab_size}
+    dims |= {"experts": model.num_experts, "columns of the shared expert": shared}
+    if (common := math.gcd(*dims.values())) % config.tp:
+        sizes = ", ".join(f"{size} {name}" for name, size in dims.items())
+        raise ConfigError(f"tp={config.tp} does not divide this model's {sizes}; choose one of {_divisors(common)}")
+    ranks = config.dp * config.tp
+    fitting = [ep for ep in _divisors(math.gcd(ranks, model.num_experts)) if ep % config.tp == 0]
+    if config.ep is not None and config.ep not in fitting:
+        raise ConfigError(
+            f"ep={config.ep} does not go with dp={config.dp}, tp={config.tp} and {model.num_experts} experts: it must be a multiple "
+            f"of tp that divides dp*tp and the experts; choose one of {fitting}"
+        )
+    return config.tp if config.ep is None else config.ep
+
+
+def _divisors(number: int) -> list[int]:
+    return [part for part in range(1, number + 1) if number % part == 0]
 
 
 def _resolve_layouts(config: EngineConfig, device: str, model: ModelConfig) -> tuple[str, str, str]:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from abyssal.config import from_sources
+from abyssal.config import EngineConfig, from_sources
 from abyssal.engine.engine import Engine
 from abyssal.engine.output import CompletionOutput, OutputDelta, OutputProcessor, RequestOutput
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
@@ -23,6 +23,9 @@ from abyssal.serve.answer import ChatProcessor
 from abyssal.serve.chat import load_chat_format
 from abyssal.serve.conversation import Conversation, parse_messages, parse_tools
 from abyssal.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from abyssal.parallel.engine import RankedEngine
 
 Prompt = str | list[int]
 
@@ -38,7 +41,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "tiny", **options: Any) -> None:
-        self._engine: Engine | None = Engine(from_sources({"model": str(model), **options}, os.environ))
+        self._engine: Engine | RankedEngine | None = _start(from_sources({"model": str(model), **options}, os.environ))
         self.tokenizer = self.engine.tokenizer
         self._chat = load_chat_format(Path(self.engine.info.model_folder), self.engine.info.family)
         self._ids = itertools.count()
@@ -52,13 +55,15 @@ class LLM:
 
     def close(self) -> None:
         """Release weights and caches. The object cannot be used afterwards, save to close it again."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     @property
-    def engine(self) -> Engine:
-        """The engine in this process.
+    def engine(self) -> Engine | RankedEngine:
+        """The engine: in this process, unless there are several ranks.
 
         Raises:
             EngineDeadError: the object is closed.
@@ -248,6 +253,14 @@ class _Job:
         if update.prompt_logprobs is not None:
             self.output.prompt_logprobs = update.prompt_logprobs
         return delta
+
+
+def _start(config: EngineConfig) -> Engine | RankedEngine:
+    if config.dp * config.tp == 1:
+        return Engine(config)
+    from abyssal.parallel.engine import RankedEngine  # what processes need to talk is not needed by one
+
+    return RankedEngine(config)
 
 
 def _even_chunks(total: int, most: int) -> list[int]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from abyssal.checkpoint.files import CheckpointFiles
-from abyssal.checkpoint.rows import ANNOUNCED_READS, RowTable, _Part
+from abyssal.checkpoint.rows import RowTable
 from abyssal.errors import CheckpointError
 
 ROWS, COLUMNS = 97, 64
@@ -68,33 +66,12 @@ def test_any_shape_of_row_numbers(folder: Path) -> None:
 def test_a_kept_row_is_not_read_again_and_a_displaced_one_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, _, _ = table(folder, 10 * ROW_BYTES)
     reads: list[int] = []
-    read = _Part.read
-    monkeypatch.setattr(_Part, "read", lambda part, wanted: (reads.extend(wanted.tolist()), read(part, wanted))[1])
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: (reads.append(offset), preadv(fd, buffers, offset))[1])
     for wanted, expected in (([3, 4, 3], 2), ([4, 3], 0), ([13], 1), ([3], 1), ([3, 13, 4], 1)):
         reads.clear()
         rows.gather(torch.tensor(wanted))
         assert len(reads) == 2 * expected, wanted  # a row is two reads, of values and of scales
-
-
-def test_rows_are_announced_only_while_the_disk_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, values, _ = table(folder, 0)
-    announced, waits = [0], [0]
-    usage = namedtuple("usage", "ru_majflt")
-    monkeypatch.setattr(os, "posix_fadvise", lambda *args: announced.append(args[1]))
-    monkeypatch.setattr(resource, "getrusage", lambda who: (waits.append(waits[-1] + slow[0]), usage(waits[-1]))[1])
-    slow = [0]
-
-    def announcements() -> int:
-        before = len(announced)
-        assert torch.equal(rows.gather(torch.arange(10))[0].view(torch.uint8), values[:10])
-        return len(announced) - before
-
-    counts = [announcements() for _ in range(ANNOUNCED_READS + 2)]
-    assert counts == [20] * ANNOUNCED_READS + [0, 0], "at first all: nothing is known of the disk"
-    slow[0] = 1
-    announcements()
-    slow[0] = 0
-    assert announcements() == 20
 
 
 @pytest.mark.parametrize("wanted", [[-1], [ROWS], [0, 2**40]])

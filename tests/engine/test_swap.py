@@ -51,7 +51,7 @@ def test_a_copy_waits_until_there_is_room_and_goes_with_its_request(folder, monk
     hog = eng.cache.new_sequence()
     assert eng.cache.allocate(hog, 0, 10)
     taken = [pool.take(pool.num_free) for pool in eng.cache.pools.values()]
-    monkeypatch.setattr(eng.scheduler, "_has_room", lambda _: True)
+    monkeypatch.setattr(eng.scheduler, "has_room", lambda _: True)
     plan = eng.scheduler.schedule()
     assert seq not in dict(plan) and seq.saved is not None, "pages are short: the copy stays"
     for pool, pages in zip(eng.cache.pools.values(), taken, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -91,6 +93,18 @@ def test_a_token_does_not_depend_on_its_batch():
         torch.testing.assert_close(together[t : t + 1], alone, rtol=1e-5, atol=1e-5)
 
 
+def test_experts_that_are_elsewhere_give_nothing():
+    torch.manual_seed(0)
+    x, w13, w2 = torch.randn(9, 16), plain(torch.randn(6, 24, 16)), plain(torch.randn(6, 16, 12))
+    experts, weights = torch.stack([torch.randperm(6)[:3] for _ in range(9)]), torch.rand(9, 3)
+    experts[4], experts[5, 1] = -1, -1  # rows that only fill up a batch, and choices of nothing
+    whole = moe(x, experts, weights, w13, w2, 10.0)
+    cuts = [(0, 1), (1, 4), (4, 6)]
+    parts = [moe(x, experts, weights, plain(w13.data[a:b]), plain(w2.data[a:b]), 10.0, a) for a, b in cuts]
+    torch.testing.assert_close(sum(parts), whole)
+    assert whole[4].eq(0).all() and moe(x[:0], experts[:0], weights[:0], w13, w2, 10.0).shape == (0, 16)
+
+
 # Kernels
 
 
@@ -154,35 +168,72 @@ def run(layer: ExpertLayer, x: Tensor, ids: Tensor, config: kernels.MoeConfig | 
 
 
 def assert_close(out: Tensor, expected: Tensor) -> None:
-    """Sums in another order round some bf16 values, and so e4m3 codes, to the neighbour: a row's error is small, and small anywhere."""
+    """Sums in another order round some bf16 values, and so e4m3 codes, to the neighbour; where that is the largest of a tile, the scale
+    of the tile doubles, and all its codes change: seldom, so the median is held closer than the worst row."""
     assert out.dtype == expected.dtype and out.shape == expected.shape
     out, expected = out.float(), expected.float()
     assert out.isfinite().all()
     size = expected.square().mean(1).sqrt()
-    assert ((out - expected).square().mean(1).sqrt() <= 0.01 * size).all()
-    assert ((out - expected).abs().amax(1) <= 0.06 * size).all()
+    error = (out - expected).square().mean(1).sqrt()
+    assert (error <= 0.02 * size).all() and error.median() <= 0.01 * size.median()
+    assert ((out - expected).abs().amax(1) <= 0.08 * size).all()
 
 
 @pytest.mark.parametrize(
-    ("kind", "shared", "tile", "config"),
+    ("kind", "shared", "tile", "k", "config"),
     [
-        ("fp4", "fp8", 128, FEW),
-        ("fp4", "fp8_32", 32, MANY),
-        ("fp8", "fp8", 128, MANY),
-        ("fp8_32", "fp8_32", 32, FEW),
-        ("plain", "plain", None, MANY),
-        ("plain", "plain", 32, FEW),
-        ("fp8_fp32", "fp8_fp32", 128, MANY),
+        ("fp4", "fp8", 128, 1, FEW),
+        ("fp4", "fp8_32", 32, 2, MANY),
+        ("fp8", "fp8", 128, 1, MANY),
+        ("plain", "plain", 32, 2, FEW),
+        ("fp8_fp32", "fp8_fp32", 128, 1, MANY),
+        pytest.param("fp8_32", "fp8_32", 32, 1, FEW, marks=pytest.mark.long),
+        pytest.param("plain", "plain", None, 1, MANY, marks=pytest.mark.long),
     ],
 )
-def test_kernels_match_the_reference(kind: str, shared: str, tile: int | None, config: kernels.MoeConfig) -> None:
-    layer = random_layer(128, 128, 3, 2, kind, tile, shared)
+def test_kernels_match_the_reference(kind: str, shared: str, tile: int | None, k: int, config: kernels.MoeConfig) -> None:
+    layer = random_layer(128, 128, 3, k, kind, tile, shared)
     x, ids = random_input(2, 128)
     assert_close(run(layer, x, ids, config), expert_layer(x, ids, layer))
 
 
+def experts_of(layer: ExpertLayer, start: int, stop: int) -> ExpertLayer:
+    """The layer of a rank that holds some of the experts."""
+
+    def part(weight: LinearWeight) -> LinearWeight:
+        assert weight.scale is not None
+        return replace(weight, data=weight.data[start:stop].contiguous(), scale=weight.scale[start:stop].contiguous())
+
+    return replace(layer, w13=part(layer.w13), w2=part(layer.w2))
+
+
+def test_parts_of_several_ranks_make_up_the_experts() -> None:
+    """And a row without experts, which only fills up a batch."""
+    layer = random_layer(128, 128, 3, 2, "fp4", 128)
+    x, ids = random_input(3, 128)
+    chosen, weights = kernels.choices_of(x, ids, kernels.prepare_experts(layer))
+    chosen[2] = -1
+    total = torch.zeros(3, 128, device=DEVICE)
+    for first, stop in ((0, 1), (1, 3)):
+        cut = kernels.prepare_experts(experts_of(layer, first, stop))
+        part = kernels.part_of_experts(x, chosen, weights, cut, first, config=FEW)
+        assert part.dtype == torch.float32
+        total += part
+    expected = moe(x[:2], chosen[:2], weights[:2], layer.w13, layer.w2, layer.limit)
+    assert_close(total[:2].bfloat16(), expected.bfloat16())
+    assert total[2].eq(0).all()
+
+
+def test_ranks_without_tokens_launch_nothing() -> None:
+    experts = kernels.prepare_experts(random_layer(128, 128, 3, 2, "fp4", 128))
+    x, ids = random_input(0, 128)
+    chosen, weights = kernels.choices_of(x, ids, experts)
+    assert chosen.shape == weights.shape == (0, 2) and chosen.dtype == torch.int32
+    assert kernels.part_of_experts(x, chosen, weights, experts, 0).shape == kernels.shared_part(x, experts).shape == (0, 128)
+
+
 def test_kernels_take_any_sizes() -> None:
-    layer = random_layer(96, 160, 2, 1, "fp4", 32, "plain", hashed=True)
+    layer = random_layer(96, 112, 2, 1, "fp4", 32, "plain", hashed=True)
     x, ids = random_input(1, 96)
     assert_close(run(layer, x, ids, MANY), expert_layer(x, ids, layer))
 
@@ -203,7 +254,7 @@ def test_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("hashed", [False, True])
-@pytest.mark.parametrize(("tokens", "dim"), [(5, 300), (70, 256)])
+@pytest.mark.parametrize(("tokens", "dim"), [(5, 300), (33, 256)])
 def test_route_matches_the_reference(tokens: int, dim: int, hashed: bool) -> None:
     layer = random_layer(dim, 128, 40, 6, "plain", None, "plain", hashed=hashed)
     x, ids = random_input(tokens, dim)
@@ -250,7 +301,19 @@ def test_plan_sorts_choices_into_blocks(tokens: int, block: int, skew: str) -> N
     order, plan = (torch.full((n,), 1 << 20, dtype=torch.int32, device=DEVICE) for n in (choices, 3 * blocks))
     arrivals = torch.full((blocks, 4), 9, dtype=torch.int32, device=DEVICE)
     kernels.moe_plan[(experts + 1,)](
-        ids.int().to(DEVICE), order, plan, arrivals, choices, blocks, first, E=experts, EP=16, BLOCK=block, SPAN=128, ARRIVALS=4
+        ids.int().to(DEVICE),
+        order,
+        plan,
+        arrivals,
+        choices,
+        blocks,
+        first,
+        E=experts,
+        EP=16,
+        BLOCK=block,
+        SPAN=128,
+        ARRIVALS=4,
+        EARLY=False,
     )
     local = ids.flatten() - first
     lists = [[i for i, e in enumerate(local.tolist()) if e == expert] for expert in range(experts)]
@@ -291,14 +354,6 @@ def test_prepared_weights_are_the_stored_ones() -> None:
     assert (got[:, 160:256] == 0).all() and (got[..., 96:] == 0).all()
 
 
-def test_prepared_gate_is_exact() -> None:
-    layer = random_layer(128, 128, 5, 2, "plain", None, "plain")
-    assert len(kernels.prepare_experts(layer).gate) == 1  # released gates are stored in bf16
-    layer.gate.normal_()
-    parts = kernels.prepare_experts(layer).gate
-    assert torch.equal(parts.double().sum(0)[:5, :128], layer.gate.double()) and len(parts) == 3
-
-
 def test_released_sizes_are_not_copied() -> None:
     layer = random_layer(128, 128, 2, 1, "fp4", 128)
     prepared = kernels.prepare_experts(layer)
@@ -337,6 +392,18 @@ def test_other_formats_of_real_sizes(kind: str, tile: int | None, tokens: int) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [70, 500])
+def test_route_of_many_tokens(tokens: int) -> None:
+    layer = random_layer(256, 128, 256, 6, "plain", None, "plain")
+    x, ids = random_input(tokens, 256)
+    experts, weights = route(x, layer.gate, layer.bias, None, 6, 1.5, 2.0)
+    choice = kernels.route(x, ids, kernels.prepare_experts(layer), MANY)
+    same = (choice.experts == experts).all(1)
+    assert same.float().mean() >= 0.99  # sums in another order decide between near equals
+    torch.testing.assert_close(choice.weights[same], weights[same], rtol=2e-5, atol=0)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("chosen", [FEW, config(16, 32, 2, 1), config(64, 128, 3, 4)], ids=str)
 def test_all_tokens_to_the_same_experts(chosen: kernels.MoeConfig) -> None:
     layer = random_layer(1024, 512, 16, 2, "fp4", 128, hashed=True)
@@ -358,6 +425,8 @@ def test_a_token_keeps_its_bits_in_any_batch(name: str) -> None:
     for token in (0, 50, 95):
         alone = kernels.moe(x[token : token + 1], ids[token : token + 1], layer, batch_invariant=True)
         assert torch.equal(alone[0], together[token])
+    beside = kernels.moe(x, ids, layer, batch_invariant=True, beside=torch.cuda.Stream())
+    assert torch.equal(beside, together)
     padded = torch.cat([x[:5], torch.full_like(x[:11], float("nan"))]), torch.cat([ids[:5], torch.full_like(ids[:11], -1)])
     assert torch.equal(kernels.moe(*padded, layer, batch_invariant=True)[:5], together[:5])
 
@@ -371,7 +440,7 @@ def test_a_graph_replays_what_a_call_computes() -> None:
     static = torch.zeros_like(x)
     kernels.moe(static, ids, layer)
     with torch.cuda.graph(graph):
-        out = kernels.moe(static, ids, layer)
+        out = kernels.moe(static, ids, layer, beside=torch.cuda.Stream())
     for _ in range(3):
         static.copy_(x)
         graph.replay()

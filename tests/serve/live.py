@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,10 +34,13 @@ def until(condition: Callable[[], Any], what: str) -> None:
 class LiveServer:
     """The application over tiny-v4, in a thread of its own while the `with` block runs."""
 
-    client: EngineClient
+    client: Any
+    loop: asyncio.AbstractEventLoop
     url: str
 
-    def __init__(self, **engine: Any) -> None:
+    def __init__(self, start: Callable[[EngineConfig], Awaitable[Any]] = EngineClient.start, **engine: Any) -> None:
+        """`start` gives the client of the engines."""
+        self._start = start
         self._config = EngineConfig(kv_cache_bytes=128 << 20, num_threads=1, max_model_len=8192, **engine)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
@@ -53,7 +56,8 @@ class LiveServer:
         assert not self._thread.is_alive(), "the server did not end"
 
     async def _serve(self) -> None:
-        self.client = await EngineClient.start(self._config)
+        self.loop = asyncio.get_running_loop()
+        self.client = await self._start(self._config)
         grammars = GrammarCompiler(self.client.info)
         try:
             app = app_of(self.client, TOKENIZER, grammars=grammars)

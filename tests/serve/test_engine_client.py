@@ -100,7 +100,7 @@ def test_a_killed_engine_ends_every_open_request_and_is_known_dead() -> None:
 
         waiting = [asyncio.create_task(wait(f"r{i}")) for i in range(3)]
         await until(lambda: client.stats.num_running == 3)
-        os.kill(client._process.pid, signal.SIGKILL)
+        os.kill(client._processes.processes[0].pid, signal.SIGKILL)
         assert all("exit code -9" in reason for reason in await asyncio.gather(*waiting))
         assert not client.alive
         with pytest.raises(EngineDeadError):
@@ -123,7 +123,7 @@ def test_the_engine_ends_when_its_parent_is_killed() -> None:
 
         async def main():
             client = await EngineClient.start(EngineConfig(kv_cache_bytes=128 << 20, num_threads=1, max_model_len=8192))
-            print(client._process.pid, flush=True)
+            print(client._processes.processes[0].pid, flush=True)
             await asyncio.sleep(600)
 
         asyncio.run(main())
@@ -141,7 +141,15 @@ def test_the_engine_ends_when_its_parent_is_killed() -> None:
 
 @pytest.mark.parametrize("said", [b"", b'{"model": "tin'])
 def test_an_engine_whose_parent_ended_before_it_spoke_ends_quietly(said: bytes) -> None:
-    command = [sys.executable, "-m", "abyssal.serve.engine_process", "ipc:///no/such/socket", "abyssal.engine.engine:Engine"]
+    command = [
+        sys.executable,
+        "-m",
+        "abyssal.serve.engine_process",
+        "ipc:///no/such/socket",
+        "abyssal.engine.engine:Engine",
+        "0",
+        "",
+    ]
     done = subprocess.run(command, input=said, capture_output=True, check=False, timeout=120)
     assert done.returncode == 1 and done.stderr == b""
 

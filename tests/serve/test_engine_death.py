@@ -58,7 +58,7 @@ def check_all_are_told(server: LiveServer, reason: str, kill: Any) -> None:
 
 
 def test_a_killed_engine_ends_every_open_request_with_an_error(server: LiveServer) -> None:
-    pid = server.client._process.pid
+    pid = server.client._processes.processes[0].pid
     check_all_are_told(server, "exit code -9", lambda: os.kill(pid, signal.SIGKILL))
 
 

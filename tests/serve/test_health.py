@@ -22,7 +22,7 @@ def server() -> Iterator[LiveServer]:
 
 def test_health_does_not_wait_for_the_engine(server: LiveServer) -> None:
     """An engine that is stopped answers nothing at all, so whatever is answered now needs no engine. Independent of speed."""
-    pid = server.client._process.pid
+    pid = server.client._processes.processes[0].pid
     os.kill(pid, signal.SIGSTOP)
     try:
         connection = server.open(COMPLETIONS, endless(COMPLETIONS, stream=True))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from abyssal.config import Family, LayerPlan, ModelConfig
+from abyssal.parallel.mesh import Split
 
 Kind = Literal["linear", "projection", "fp32", "embedding", "expert_ids", "rows"]
 INPUT_TILE: dict[Family, int] = {"v4": 128, "v41": 32}  # columns of an activation that share a scale (V4 spec 3.3, V4.1 spec 3.3)
@@ -24,6 +25,7 @@ class TensorSpec:
     kind: Kind
     input_tile: int | None = None  # tile in which bf16 runs quantise this linear's input (V4 spec 3.3)
     pieces: tuple[str, ...] = ()  # stacked experts: the released tensors of one expert, in row order
+    split: Split | None = None  # what several ranks share out; None: each has all of it
 
 
 Table = dict[str, TensorSpec]
@@ -32,8 +34,8 @@ Table = dict[str, TensorSpec]
 def expected_tensors(config: ModelConfig) -> Table:
     """Every weight of the model by its key in the loaded dictionary: the released name, linears without `.weight`."""
     table: Table = {
-        "embed.weight": TensorSpec((config.vocab_size, config.hidden_size), "embedding"),
-        "head.weight": TensorSpec((config.vocab_size, config.hidden_size), "fp32"),
+        "embed.weight": TensorSpec((config.vocab_size, config.hidden_size), "embedding", split="rows"),
+        "head.weight": TensorSpec((config.vocab_size, config.hidden_size), "fp32", split="rows"),
         "norm.weight": TensorSpec((config.hidden_size,), "fp32"),
     }
     if config.layers[-1].hc_order == "own":
@@ -63,14 +65,14 @@ def _attention(config: ModelConfig, plan: LayerPlan) -> Table:
     heads, dim, rank, hidden = config.num_heads, config.head_dim, config.q_lora_rank, config.hidden_size
     grouped = config.o_groups * config.o_lora_rank
     table = {
-        "attn.attn_sink": TensorSpec((heads,), "fp32"),
+        "attn.attn_sink": TensorSpec((heads,), "fp32", split="rows"),
         "attn.wq_a": _linear(config, rank, hidden),
         "attn.q_norm.weight": TensorSpec((rank,), "fp32"),
-        "attn.wq_b": _linear(config, heads * dim, rank),
+        "attn.wq_b": _linear(config, heads * dim, rank, "rows"),
         "attn.wkv": _linear(config, dim, hidden),
         "attn.kv_norm.weight": TensorSpec((dim,), "fp32"),
-        "attn.wo_a": _linear(config, grouped, heads * dim // config.o_groups),
-        "attn.wo_b": _linear(config, hidden, grouped),
+        "attn.wo_a": _linear(config, grouped, heads * dim // config.o_groups, "rows"),
+        "attn.wo_b": _linear(config, hidden, grouped, "columns"),
     }
     if plan.owns_compressor:
         table |= _compressor("attn.compressor", plan.ratio, dim, hidden)
@@ -101,8 +103,8 @@ def _experts(config: ModelConfig, plan: LayerPlan) -> Table:
     shared, tile = inner * config.num_shared_experts, INPUT_TILE[config.family]
     table = {
         "ffn.gate.weight": TensorSpec((experts, hidden), "fp32"),
-        "ffn.experts.w13": TensorSpec((experts, 2 * inner, hidden), "linear", tile, ("w1", "w3")),
-        "ffn.experts.w2": TensorSpec((experts, hidden, inner), "linear", tile, ("w2",)),
+        "ffn.experts.w13": TensorSpec((experts, 2 * inner, hidden), "linear", tile, ("w1", "w3"), "experts"),
+        "ffn.experts.w2": TensorSpec((experts, hidden, inner), "linear", tile, ("w2",), "experts"),
     }
     if plan.router == "hash":
         table["ffn.gate.tid2eid"] = TensorSpec((config.vocab_size, config.num_experts_per_token), "expert_ids")
@@ -111,9 +113,9 @@ def _experts(config: ModelConfig, plan: LayerPlan) -> Table:
     if config.family == "v41":
         table["ffn.gate.bias_vl"] = TensorSpec((experts,), "fp32")
     if shared:
-        table["ffn.shared_experts.w1"] = _linear(config, shared, hidden)
-        table["ffn.shared_experts.w3"] = _linear(config, shared, hidden)
-        table["ffn.shared_experts.w2"] = _linear(config, hidden, shared)
+        table["ffn.shared_experts.w1"] = _linear(config, shared, hidden, "rows")
+        table["ffn.shared_experts.w3"] = _linear(config, shared, hidden, "rows")
+        table["ffn.shared_experts.w2"] = _linear(config, hidden, shared, "columns")
     return table
 
 
@@ -130,5 +132,5 @@ def _engram(config: ModelConfig, plan: LayerPlan) -> Table:
     }
 
 
-def _linear(config: ModelConfig, rows: int, columns: int) -> TensorSpec:
-    return TensorSpec((rows, columns), "linear", INPUT_TILE[config.family])
+def _linear(config: ModelConfig, rows: int, columns: int, split: Split | None = None) -> TensorSpec:
+    return TensorSpec((rows, columns), "linear", INPUT_TILE[config.family], split=split)

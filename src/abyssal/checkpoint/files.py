@@ -72,13 +72,13 @@ class CheckpointFiles:
             self.tensors[name] = _stored(name, shard, header.get_dtype(), tuple(header.get_shape()))
         self._open[shard] = handle
 
-    def read(self, tensor: StoredTensor) -> Tensor:
-        """The tensor in its stored type, on the CPU. It may share the mapped file's memory: copy it before keeping it."""
-        return self._open[tensor.file].get_tensor(tensor.name)
+    def read(self, tensor: StoredTensor, part: tuple[slice | int, ...] = ()) -> Tensor:
+        """`tensor[part]` in its stored type, on the CPU; what lies outside is not read.
 
-    def read_at(self, tensor: StoredTensor, index: int) -> Tensor:
-        """`read(tensor)[index]` without reading the rest."""
-        return self._open[tensor.file].get_slice(tensor.name)[index]
+        The whole tensor may share the mapped file's memory: copy it before keeping it.
+        """
+        file = self._open[tensor.file]
+        return file.get_slice(tensor.name)[part] if part else file.get_tensor(tensor.name)
 
     def summary(self) -> Summary:
         dtypes: dict[str, int] = {}

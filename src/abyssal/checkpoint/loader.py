@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,16 +21,26 @@ from abyssal.checkpoint.rows import RowTable
 from abyssal.config import ModelConfig
 from abyssal.errors import CheckpointError
 from abyssal.ops.linear import LinearWeight, dequantize
+from abyssal.parallel.mesh import ONE_RANK, Mesh
 
 log = logging.getLogger(__name__)
 
+Part = tuple[slice | int, ...]
 Weights = dict[str, Tensor | LinearWeight | RowTable]
-LoadWeights = Callable[[Path, ModelConfig, torch.device, torch.dtype, bool, int], Weights]  # the arguments of `load_weights`
+LoadWeights = Callable[
+    [Path, ModelConfig, torch.device, torch.dtype, bool, int, Mesh], Weights
+]  # the arguments of `load_weights`
 MAX_SCALE_EXPONENT = 20  # real scales are far below; bytes read as numbers are far above (J01)
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: bool, row_cache_bytes: int = 0
+    folder: Path,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: bool,
+    row_cache_bytes: int = 0,
+    mesh: Mesh = ONE_RANK,
 ) -> Weights:
     """Load a checkpoint, strictly.
 
@@ -40,6 +51,7 @@ def load_weights(
         dtype: of plain and dequantised linears and of the embedding. Everything that V4 spec 3.4 uses in fp32 is fp32.
         progress: draw a bar on stderr if that is a terminal.
         row_cache_bytes: memory for rows of tables that stay in their files, all tables together.
+        mesh: of several ranks each reads the part that it computes; shapes below are those of one.
 
     Returns:
         Released name without a prefix -> weight. Linears are `LinearWeight`s and drop `.weight`; the experts of a layer are
@@ -58,7 +70,7 @@ def load_weights(
     log.info("checkpoint %s: %d tensors, %s (%s)", folder, summary.tensors, size(summary.nbytes), types)
     tables = [target for target, spec in table.items() if spec.kind == "rows"]
     weights: Weights = {target: _row_table(sources.pop(target), row_cache_bytes // len(tables)) for target in tables}
-    loader = _Loader(files, config, device, dtype, dequantise=_choose_dequantised(table, sources, device, dtype))
+    loader = _Loader(files, config, mesh, device, dtype, dequantise=_choose_dequantised(table, sources, mesh, device, dtype))
     total = sum(_nbytes(source) for entries in sources.values() for source in entries.values())
     with ProgressBar("loading weights", total, enabled=progress) as bar:
         for target, entries in sources.items():
@@ -82,15 +94,16 @@ def _nbytes(source: Source) -> int:
     return source.value.nbytes + (source.scale.nbytes if source.scale else 0)
 
 
-def _choose_dequantised(table: Table, sources: Sources, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether quantised weights become plain ones in `dtype`; logs the decision."""
+def _choose_dequantised(table: Table, sources: Sources, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether quantised weights become plain ones in `dtype`, on all ranks; logs the decision."""
     quantised = any(source.format != "plain" for entries in sources.values() for source in entries.values())
     if not quantised:
         return False
     if device.type != "cpu":
         log.info("quantised weights stay as stored on %s", device)
         return False
-    needed = sum(math.prod(table[target].shape) * _itemsize(table[target], dtype) for target in sources)
+    needed = sum(math.prod(local_shape(table[target], mesh)) * _itemsize(table[target], dtype) for target in sources)
+    needed *= mesh.size
     half = physical_memory() // 2
     name = str(dtype).removeprefix("torch.")
     if needed <= half:
@@ -113,10 +126,17 @@ class _Loader:
     """Reads one entry of the table at a time; never holds more than one stored tensor beside the results."""
 
     def __init__(
-        self, files: CheckpointFiles, config: ModelConfig, device: torch.device, dtype: torch.dtype, dequantise: bool
+        self,
+        files: CheckpointFiles,
+        config: ModelConfig,
+        mesh: Mesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        dequantise: bool,
     ) -> None:
         self.files = files
         self.config = config
+        self.mesh = mesh
         self.device = device
         self.dtype = dtype
         self.dequantise = dequantise
@@ -128,8 +148,11 @@ class _Loader:
         if spec.kind == "expert_ids":
             return self._expert_ids(source.value)
         dtype = torch.float32 if spec.kind == "fp32" else self.dtype
+        cut = _cut(spec, self.mesh)
         # copied, as what the reader returns may be the mapped file itself
-        return self.files.read(source.value).to(self.device, dtype, copy=True)
+        return self.files.read(source.value, () if cut is None else (slice(cut.start, cut.stop),)).to(
+            self.device, dtype, copy=True
+        )
 
     def _expert_ids(self, tensor: StoredTensor) -> Tensor:
         ids = self.files.read(tensor)
@@ -146,17 +169,22 @@ class _Loader:
         return self._stored(spec, sources, tile)
 
     def _plain(self, spec: TensorSpec, sources: dict[Slot, Source], tile: int | None) -> LinearWeight:
-        data = torch.empty(spec.shape, dtype=self.dtype, device=self.device)
+        data = torch.empty(local_shape(spec, self.mesh), dtype=self.dtype, device=self.device)
         stack = data if spec.pieces else data.unsqueeze(0)
         for expert, row, piece in self._pieces(spec, sources):
             stack[expert, row : row + piece.shape[0]] = dequantize(piece, self.dtype).to(self.device)
         return LinearWeight(data, None, "plain", None, tile)
 
     def _stored(self, spec: TensorSpec, sources: dict[Slot, Source], tile: int | None) -> LinearWeight:
+        if not spec.pieces:
+            ((_, _, whole),) = self._pieces(spec, sources)
+            assert whole.scale is not None
+            data, scale = (part.to(self.device, copy=True) for part in (whole.data, whole.scale))
+            return LinearWeight(data, scale, whole.format, whole.block, tile)
         first = next(iter(sources.values()))
         rows, block = _joint_block(spec, first)
         fp4 = first.format == "fp4"
-        experts, columns = (spec.shape[0] if spec.pieces else 1), spec.shape[-1]
+        experts, _, columns = local_shape(spec, self.mesh)
         values = torch.uint8 if fp4 else torch.float8_e4m3fn
         data = torch.empty(experts, rows, columns // 2 if fp4 else columns, dtype=values, device=self.device)
         assert first.scale is not None
@@ -168,32 +196,78 @@ class _Loader:
             data[expert, row : row + height] = piece.data.to(self.device)
             part = scale[expert, row // block[0] : -(-(row + height) // block[0])]
             part.copy_(piece.scale.repeat_interleave(piece.block[0] // block[0], 0)[: len(part)])
-        if not spec.pieces:
-            data, scale = data[0], scale[0]
         return LinearWeight(data, scale, first.format, block, tile)
 
     def _pieces(self, spec: TensorSpec, sources: dict[Slot, Source]) -> Iterator[tuple[int, int, LinearWeight]]:
-        """Expert (0 if there are none), first row in the target, and matrix [N, K] on the CPU, one by one."""
+        """Expert among those of this rank (0 if there are none), first row in the target, and matrix [N, K] on the CPU, one by one."""
+        if not spec.pieces:
+            (source,) = sources.values()
+            yield 0, 0, self._read_cut(spec, source)
+            return
+        held = self.mesh.part("experts", spec.shape[0])
         for slot, source in sources.items():
-            if spec.pieces and slot.expert is None:
-                yield from ((expert, 0, self._read(source, expert)) for expert in range(spec.shape[0]))
-            else:
-                row = spec.pieces.index(slot.piece) * source.value.shape[0] if slot.piece else 0
-                yield slot.expert or 0, row, self._read(source, None)
+            if slot.expert is None:
+                yield from ((expert - held.start, 0, self._read(source, (expert,))) for expert in held)
+            elif slot.expert in held:
+                row = spec.pieces.index(slot.piece) * source.value.shape[0]
+                yield slot.expert - held.start, row, self._read(source)
 
-    def _read(self, source: Source, expert: int | None) -> LinearWeight:
-        data = self._read_tensor(source.value, expert)
+    def _read_cut(self, spec: TensorSpec, source: Source) -> LinearWeight:
+        """This rank's rows or columns of a matrix."""
+        cut = _cut(spec, self.mesh)
+        if cut is None:
+            return self._read(source)
+        axis, start, stop = _axis(spec), cut.start, cut.stop
+        values = 2 if source.format == "fp4" and axis == 1 else 1  # per stored column
+        part = _along(axis, start // values, stop // values)
+        if source.block is None:
+            return self._read(source, part)
+        size = source.block[axis]
+        first, last = start // size, -(-stop // size)
+        matrix = self._read(source, part, _along(axis, first, last))
+        if start % size == 0 or last == first + 1:
+            return matrix
+        # The part begins inside a block: smaller blocks begin with it, and scales are repeated.
+        fine = math.gcd(start, size)
+        assert matrix.scale is not None
+        index = torch.arange(start, stop, fine) // size - first
+        block = (fine, source.block[1]) if axis == 0 else (source.block[0], fine)
+        return replace(matrix, scale=matrix.scale.index_select(axis, index), block=block)
+
+    def _read(self, source: Source, part: Part = (), scale_part: Part | None = None) -> LinearWeight:
+        """A stored matrix, or `part` of it; `scale_part` of its scale if that is another."""
+        data = self.files.read(source.value, part)
         if source.format == "plain":
             return LinearWeight(data, None, "plain", None, None)
         assert source.scale is not None
-        scale = self._read_tensor(source.scale, expert)
+        scale = self.files.read(source.scale, part if scale_part is None else scale_part)
         if source.scale.dtype != "F32":
             scale = scale.view(torch.uint8)  # bytes: a cast would turn 2^-7 into 120
         _check_scale_values(scale, source.scale.name)
         return LinearWeight(data.view(torch.uint8) if source.format == "fp4" else data, scale, source.format, source.block, None)
 
-    def _read_tensor(self, tensor: StoredTensor, expert: int | None) -> Tensor:
-        return self.files.read(tensor) if expert is None else self.files.read_at(tensor, expert)
+
+def local_shape(spec: TensorSpec, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of one rank's part."""
+    cut, axis = _cut(spec, mesh), _axis(spec)
+    return spec.shape if cut is None else (*spec.shape[:axis], len(cut), *spec.shape[axis + 1 :])
+
+
+def _cut(spec: TensorSpec, mesh: Mesh) -> range | None:
+    """What this rank holds of the dimension that is shared out; None: everything."""
+    if spec.split is None:
+        return None
+    length = spec.shape[_axis(spec)]
+    part = mesh.part(spec.split, length)
+    return None if len(part) == length else part
+
+
+def _axis(spec: TensorSpec) -> int:
+    return int(spec.split == "columns")
+
+
+def _along(axis: int, start: int, stop: int) -> Part:
+    return (slice(None),) * axis + (slice(start, stop),)
 
 
 def _joint_block(spec: TensorSpec, source: Source) -> tuple[int, tuple[int, int]]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
-import resource
 import weakref
 from pathlib import Path
 
@@ -16,16 +14,12 @@ from torch import Tensor
 from abyssal.checkpoint.files import StoredTensor
 from abyssal.errors import CheckpointError
 
-ROWS_AT_ONCE = 4096  # read before their pages are let go: at most 16 MiB of these
-ANNOUNCED_READS = 64  # after one that had to wait for the disk; announcing rows that lie in memory takes longer than reading them
-
 
 class RowTable:
     """A stored matrix [R, C] of e4m3 codes with one e8m0 scale per row and 32 columns, read row by row.
 
-    Rows come through a memory map, many at a time, whose pages are let go at once: they would count as memory of this process for as
-    long as they lie in the page cache. What was read is kept in a direct-mapped cache, in which row r has the one place
-    r mod (number of places).
+    Rows come by `pread`: read through a memory map they would count as memory of this process for as long as they lie in the
+    page cache. What was read is kept in a direct-mapped cache, in which row r has the one place r mod (number of places).
 
     Args:
         values, scales: the two stored tensors.
@@ -74,11 +68,12 @@ class RowTable:
     def _read(self, rows: np.ndarray, missing: np.ndarray, out: np.ndarray) -> None:
         begin = 0
         for part in self._parts:
-            end = begin + part.row_bytes
-            for first in range(0, len(missing), ROWS_AT_ONCE):
-                some = missing[first : first + ROWS_AT_ONCE]
-                out[some, begin:end] = part.read(rows[some])
-            begin = end
+            wanted = rows[missing].tolist()
+            for row in wanted:  # all reads are under way at the disk before the first is waited for
+                part.announce(row)
+            for row, index in zip(wanted, missing.tolist(), strict=True):
+                part.read(row, memoryview(out[index])[begin : begin + part.row_bytes])
+            begin += part.row_bytes
 
 
 class _Part:
@@ -88,29 +83,16 @@ class _Part:
         self.row_bytes = row_bytes
         self._tensor = tensor
         self._begin = _data_offset(tensor.file, tensor.name)
-        self._end = self._begin + tensor.nbytes
         self._fd = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)  # neighbours of a hashed row are of no use
-        self._map = mmap.mmap(self._fd, 0, prot=mmap.PROT_READ)
-        self._map.madvise(mmap.MADV_RANDOM)
-        self._rows = np.frombuffer(self._map, np.uint8, tensor.nbytes, self._begin).reshape(-1, row_bytes)
-        self._announced = ANNOUNCED_READS
 
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """Row numbers [n] -> their bytes uint8 [n, row_bytes]."""
-        if os.fstat(self._fd).st_size < self._end:  # a map would end the process
+    def announce(self, row: int) -> None:
+        os.posix_fadvise(self._fd, self._begin + row * self.row_bytes, self.row_bytes, os.POSIX_FADV_WILLNEED)
+
+    def read(self, row: int, into: memoryview) -> None:
+        if os.preadv(self._fd, [into], self._begin + row * self.row_bytes) != self.row_bytes:
             raise CheckpointError(f"{self._tensor.file} ends inside {self._tensor.name}; download it again")
-        if self._announced:  # all reads are under way at the disk before the first is waited for
-            for row in rows.tolist():
-                os.posix_fadvise(self._fd, self._begin + row * self.row_bytes, self.row_bytes, os.POSIX_FADV_WILLNEED)
-            self._announced -= 1
-        waits = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-        found = self._rows[rows]
-        if resource.getrusage(resource.RUSAGE_SELF).ru_majflt > waits:
-            self._announced = ANNOUNCED_READS
-        self._map.madvise(mmap.MADV_DONTNEED)
-        return found
 
 
 def _data_offset(file: Path, name: str) -> int:

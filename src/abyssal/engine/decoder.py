@@ -125,7 +125,8 @@ class Decoder:
             self._compute(count, capacity)  # compiles kernels and sets libraries up, which a capture must not
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream):
+        # Other threads may wait for streams of theirs meanwhile (`engine.link`).
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
             self._compute(count, capacity)
         self._graphs[count, capacity] = graph
         log.info("captured a decode step of %d sequences up to %d tokens in %.1f s", count, capacity, time.perf_counter() - begun)

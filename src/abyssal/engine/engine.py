@@ -28,6 +28,7 @@ from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
 from abyssal.ops._select import find_gpu
+from abyssal.parallel.comm import ALONE, Comm
 from abyssal.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -84,8 +85,13 @@ class EngineStats:
 class Engine:
     """Continuous batching over one `Runner`. Not thread-safe: one thread adds, aborts and steps."""
 
-    def __init__(self, config: EngineConfig, load: LoadWeights = load_weights) -> None:
-        """`load` reads the weights; a benchmark makes them up."""
+    def __init__(self, config: EngineConfig, load: LoadWeights = load_weights, comm: Comm = ALONE) -> None:
+        """
+        Args:
+            load: reads the weights; a benchmark makes them up.
+            comm: of several ranks each has an engine; those of one replica are given the same requests and steps.
+        """
+        self.comm = comm
         folder = resolve_model(config.model)
         model_config = load_model_config(folder)
         self.config = resolve(config, model_config, torch.cuda.is_available(), find_gpu())
@@ -93,7 +99,7 @@ class Engine:
             torch.set_num_threads(self.config.num_threads)
         # For callers in this process; here it tells which ids mean something, and which end a text.
         self.tokenizer = tokenizer = Tokenizer.load(folder, model_config.vocab_size)
-        self.runner = Runner(folder, model_config, self.config, tokenizer, load)
+        self.runner = Runner(folder, model_config, self.config, tokenizer, load, comm)
         self.cache = self.runner.cache
         eos = model_config.eos_token_ids
         self.info = EngineInfo(
@@ -110,7 +116,7 @@ class Engine:
             sampling_defaults=load_generation_defaults(folder)[1],
             image_token_id=model_config.image_token_id,
         )
-        self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes)
+        self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes, comm.agree)
         self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._sequences: dict[str, Sequence] = {}
         self._flight: Flight | None = None  # a decode step whose tokens nobody has asked for yet
@@ -242,6 +248,10 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._sequences or self._landed)
 
+    def poll_ms(self) -> int | None:
+        """Milliseconds that whoever steps the engine may wait for messages before the next step; None: for as long as none comes."""
+        return 0 if self._sequences or self._landed else None
+
     def step(self) -> list[RequestUpdate]:
         """Compute one batch and report what each request got.
 
@@ -260,6 +270,9 @@ class Engine:
         if self._can_fly(scheduled):
             return landed + self._launch([seq for seq, _ in scheduled], None)
         return landed + self._run(scheduled)
+
+    def close(self) -> None:
+        """Nothing is to be ended: weights and caches go with the object."""
 
     def stats(self) -> EngineStats:
         pools = self.cache.pools
@@ -304,6 +317,7 @@ class Engine:
 
     def _recover(self, scheduled: Scheduled, error: Exception) -> list[RequestUpdate]:
         """The step of `scheduled` failed with `error`."""
+        self._require_alone(f"{type(error).__name__}: {error}")
         if len(scheduled) == 1:
             log.error("request %s failed", scheduled[0][0].request.request_id, exc_info=error)
             return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
@@ -315,11 +329,21 @@ class Engine:
             seq.num_computed = 0
         return [update for seq, end in ends for update in self._recompute(seq, end)]
 
+    def _require_alone(self, why: str) -> None:
+        """A step that failed can be computed again by a rank that is alone; others are in the middle of it, and would wait.
+
+        Raises:
+            EngineDeadError: there are others.
+        """
+        if self.comm.mesh.size > 1:
+            raise EngineDeadError(f"a step failed on rank {self.comm.mesh.rank}: {why}")
+
     def _shrink(self, scheduled: Scheduled) -> list[RequestUpdate]:
         """The step did not fit into memory: its sequences are computed again, in smaller steps.
 
         A sequence ends only when it has run out of memory several times alone, with a single token.
         """
+        self._require_alone("out of memory; lower max_num_batched_tokens or gpu_memory_utilization")
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()
         tokens = sum(count for _, count in scheduled)
@@ -520,6 +544,7 @@ class Engine:
 
 _PRINTED_OPTIONS = (
     "device", "dtype", "kv_layout", "compressed_kv_layout", "index_layout", "backend", "max_num_seqs", "max_num_batched_tokens",
+    "dp", "tp", "ep",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from abyssal.model.model import Model
 from abyssal.ops._select import select_ops
 from abyssal.ops.linear import LinearWeight
 from abyssal.ops.ngram_hash import NgramHash, ngram_hash
+from abyssal.parallel.comm import ALONE, Comm
 from abyssal.tokenizer import Tokenizer
 
 log = logging.getLogger("abyssal")
@@ -38,24 +39,30 @@ class Runner:
         config: EngineConfig,
         tokenizer: Tokenizer | None,
         load: LoadWeights = load_weights,
+        comm: Comm = ALONE,
     ) -> None:
         """`config` is resolved: no option is "auto". `load` reads the weights; a benchmark makes them up."""
         self.model_config, self.config = model_config, config
+        self.comm = comm
+        local = comm.mesh.local(model_config)
         self.ngrams = _ngram_hash(model_config, tokenizer)
         self.device = torch.device(config.device)
         self.dtype = dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
         # Before the weights: what does not fit is cheap to find.
         self.plan = plan_caches(model_config, *config.record_layouts)
-        self.ops = select_ops(config, model_config, self.plan, self.device)
-        weights = load(folder, model_config, self.device, dtype, True, config.engram_cache_bytes)
+        self.ops = select_ops(config, local, self.plan, self.device)
+        first = comm.mesh.rank == 0
+        weights = load(folder, model_config, self.device, dtype, first, config.engram_cache_bytes, comm.mesh)
         self.quantised = any(isinstance(w, LinearWeight) and w.format != "plain" for w in weights.values())
-        self.model = Model(weights, model_config, dtype, self.ops)
+        self.model = Model(weights, local, dtype, self.ops, comm)
         self.step_bytes: int | None = None  # of GPU memory, set aside for the largest step; None: kv_cache_bytes was given
         longest = config.max_model_len or model_config.max_position
-        self.sizes = divide_budget(self.plan, self._budget(), config.max_num_seqs, config.max_num_batched_tokens, longest)
+        self.sizes = divide_budget(
+            self.plan, comm.smallest(self._budget()), config.max_num_seqs, config.max_num_batched_tokens, longest
+        )
         self.max_model_len = self._max_model_len(self.sizes)
-        identity = self._identity()
+        identity = comm.share(self._identity().encode()).decode()
         prefix = PrefixIndex(repr((identity, config.record_layouts))) if config.enable_prefix_caching else None
         self.cache = KVCache(self.plan, self.sizes.num_pages, self.device, prefix, identity)
         self.decoder: Decoder | None = None
@@ -78,6 +85,7 @@ class Runner:
         return self._compute(chunks, self.cache, logit_rows)
 
     def _compute(self, chunks: list[Chunk], cache: KVCache, logit_rows: list[int]) -> Tensor:
+        self.comm.enter(sum(len(chunk.token_ids) for chunk in chunks))
         batch = build_batch(self.model_config, cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists)
         return self.model(batch, cache)
 

@@ -76,13 +76,13 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_num_seqs and self._fit(self.waiting[0], plan):
             seq = self.waiting[0]
             if seq.saved is not None:
-                fits = self._has_room(seq) and self.swap.restore(seq)
+                fits = self.has_room(seq) and self.swap.restore(seq)
             else:
                 if seq.may_reuse:
                     seq.num_computed = self.cache.reuse(seq.cache, seq.token_ids)
                     if seq.num_output == 0:
                         seq.num_cached = seq.num_computed
-                fits = self._has_room(seq)
+                fits = self.has_room(seq)
             count = self._fit(seq, plan)
             if not fits or not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
                 self._release(seq)
@@ -91,7 +91,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             plan[seq] = count
 
-    def _has_room(self, newcomer: Sequence) -> bool:
+    def has_room(self, newcomer: Sequence) -> bool:
         """Whether all tokens known so far of `newcomer` and of the running sequences would fit at the same time.
 
         Admission by the first chunk alone would let sequences push each other out and be computed over and over.

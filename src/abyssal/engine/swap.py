@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from abyssal.engine.sequence import Sequence
 from abyssal.kv.handover import export, restore
@@ -18,7 +19,9 @@ MEASURED_TOKENS = 64  # smaller steps say nothing about the speed of a prefill
 class SwapSpace:
     """Saved sequences of one engine, at most `max_bytes` in all."""
 
-    def __init__(self, cache: KVCache, plan: CachePlan, max_bytes: int) -> None:
+    def __init__(self, cache: KVCache, plan: CachePlan, max_bytes: int, agree: Callable[[bool], bool] = bool) -> None:
+        """`agree` gives one answer to all ranks of a replica, which measure different speeds."""
+        self._agree = agree
         self.cache, self.plan, self.max_bytes = cache, plan, max_bytes
         self.used_bytes = 0
         self.num_saved = 0  # since the start
@@ -40,7 +43,7 @@ class SwapSpace:
         size = self._bytes(seq.num_computed)
         shared = sum(block.num_users > 1 for block in seq.cache.blocks) * BLOCK_TOKENS
         computing = (seq.num_computed - shared) / self._tokens_per_second
-        return size <= self.max_bytes - self.used_bytes and 2 * size / self._bytes_per_second < computing
+        return size <= self.max_bytes - self.used_bytes and self._agree(2 * size / self._bytes_per_second < computing)
 
     def save(self, seq: Sequence) -> None:
         """Copy what the caches hold of `seq` to the host."""

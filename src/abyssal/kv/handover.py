@@ -1,6 +1,8 @@
 """Hand-over: everything that the caches hold of one sequence as one object, to go on with it in another engine or later.
 
 Of windows it has only what the next token reads, of records only rows that mean something; its payload is as large as the planner says.
+While its prompt is still being computed, a sequence can travel in parts instead: whole-context entries never change once they are
+complete, so that each part has those completed since the one before, and the last one also what is not kept for the whole context.
 """
 
 from __future__ import annotations
@@ -71,6 +73,21 @@ class HandOver:
             raise HandOverError(f"the hand-over lacks what this engine looks for: {error!r}; use equal versions") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a sequence gained by computing tokens [start, end); all that the next token reads is in the parts up to the `last`."""
+
+    start: int
+    end: int
+    last: bool
+
+    def entries(self, spec: CacheSpec) -> np.ndarray:
+        """Indices of the entries of one kind, in the order in which they travel."""
+        if spec.lifetime == "context":
+            return np.arange(self.start // spec.ratio, self.end // spec.ratio)
+        return stored_entries(spec, self.end) if self.last else np.arange(0)
+
+
 def export(cache: KVCache, seq: SequenceCache, token_ids: list[int]) -> HandOver:
     """Copy what `cache` holds of `seq`, which has computed tokens, to the host. `seq` stays as it is.
 
@@ -79,7 +96,7 @@ def export(cache: KVCache, seq: SequenceCache, token_ids: list[int]) -> HandOver
     """
     assert 0 < seq.num_tokens <= len(token_ids), (seq.num_tokens, len(token_ids))
     kinds = {name: describe(spec) for name, spec in cache.specs.items()}
-    records = {name: _read(cache, spec, seq).cpu() for name, spec in cache.specs.items()}
+    records = {n: _read(cache, spec, seq, stored_entries(spec, seq.num_tokens)).cpu() for n, spec in cache.specs.items()}
     return HandOver(cache.identity, list(token_ids), seq.num_tokens, seq.folded, kinds, records)
 
 
@@ -102,9 +119,35 @@ def restore(cache: KVCache, seq: SequenceCache, handed: HandOver) -> bool:
         assert (slots >= 0).all(), name
         records = handed.records[name][:, first:].flatten(0, 1).to(cache.views[name].device)
         cache.views[name].write_bytes(slots.flatten().long().to(records.device), records)
-    seq.folded, seq.final = handed.folded, handed.num_tokens
-    cache.commit(seq, handed.token_ids, handed.num_tokens)
+    complete(cache, seq, handed.token_ids, handed.num_tokens, handed.folded)
     return True
+
+
+def complete(cache: KVCache, seq: SequenceCache, token_ids: list[int], tokens: int, folded: int) -> None:
+    """All entries of the first `tokens` of `token_ids` have arrived in `seq`, which `KVCache.allocate_restored` gave its pages."""
+    seq.folded, seq.final = folded, tokens
+    cache.commit(seq, token_ids, tokens)
+
+
+def read_part(cache: KVCache, seq: SequenceCache, part: Part) -> Tensor:
+    """uint8 [bytes] on the device of `cache`: kind after kind, layer after layer, entry after entry.
+
+    `seq` has computed `part.end` tokens or, before the last part, more.
+    """
+    return torch.cat([_read(cache, spec, seq, part.entries(spec)).flatten() for spec in cache.specs.values()])
+
+
+def write_part(cache: KVCache, seq: SequenceCache, part: Part, raw: Tensor) -> None:
+    """The inverse of `read_part`, into pages that `KVCache.allocate_restored` took."""
+    begin = 0
+    for name, spec in cache.specs.items():
+        slots = torch.from_numpy(entry_slots(spec, seq.tables[name], part.entries(spec))).flatten().long()
+        assert (slots >= 0).all(), name
+        size = len(slots) * spec.layout.bytes_per_entry
+        records = raw[begin : begin + size].view(-1, spec.layout.bytes_per_entry)
+        cache.views[name].write_bytes(slots.to(records.device), records)
+        begin += size
+    assert begin == len(raw), f"{len(raw)} bytes for a part of {begin}"
 
 
 def check(cache: KVCache, handed: HandOver) -> None:
@@ -139,13 +182,13 @@ def stored_entries(spec: CacheSpec, tokens: int) -> np.ndarray:
     return np.arange(first, tokens // spec.ratio)
 
 
-def _read(cache: KVCache, spec: CacheSpec, seq: SequenceCache) -> Tensor:
+def _read(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndarray) -> Tensor:
     """uint8 [layers, entries, bytes_per_entry]; rows of a record that nobody reads are zero, whatever lies there."""
     view = cache.views[spec.name]
-    slots = entry_slots(spec, seq.tables[spec.name], stored_entries(spec, seq.num_tokens))
+    slots = entry_slots(spec, seq.tables[spec.name], entries)
     assert (slots >= 0).all(), f"{spec.name} has no page where the next token reads"
     records = view.read_bytes(torch.from_numpy(slots).flatten().long().to(view.device)).unflatten(0, slots.shape)
-    if spec.lifetime == "record":
+    if spec.lifetime == "record" and len(entries):
         records[:, ~_meaningful(spec, seq)] = 0
     return records
 

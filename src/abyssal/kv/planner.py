@@ -60,6 +60,12 @@ def _entries_read(spec: CacheSpec, tokens: int) -> int:
     return min(tokens, spec.window) if spec.lifetime == "window" else spec.record_entries * min(tokens, 1)
 
 
+def part_bytes(plan: CachePlan, start: int, end: int, last: bool) -> int:
+    """Payload of one part of a hand-over (`kv.handover.Part`): tokens [start, end) of a prompt."""
+    total = sum(cost.payload for cost in sequence_cost(plan, end) if last or cost.group == "growing")
+    return total - sum(cost.payload for cost in sequence_cost(plan, start) if cost.group == "growing")
+
+
 def token_bytes(plan: CachePlan) -> dict[str, float]:
     """Payload that every further token adds over all layers, by kind; a fraction, since an entry may stand for many tokens."""
     lasting = [spec for spec in plan.specs.values() if spec.lifetime == "context"]

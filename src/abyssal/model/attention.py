@@ -13,12 +13,14 @@ from abyssal.model.indexer import Indexer
 from abyssal.model.weights import Weights
 from abyssal.ops._select import Ops, Selection
 from abyssal.ops.linear import LinearWeight
+from abyssal.parallel.comm import Comm
 
 
 class Attention:
-    def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype, ops: Ops) -> None:
+    def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype, ops: Ops, comm: Comm) -> None:
         plan = config.layers[layer]
         self.plan, self.config, self.dtype, self.ops = plan, config, dtype, ops
+        self.comm = comm
         self.wq_b, self.wo_a, self.wo_b = (ops.prepare_linear(weights.linear(name)) for name in ("wq_b", "wo_a", "wo_b"))
         self.q_norm, self.kv_norm = weights.tensor("q_norm.weight"), weights.tensor("kv_norm.weight")
         self.sink = weights.tensor("attn_sink")
@@ -45,4 +47,5 @@ class Attention:
         out = ops.attend(q, plan, batch, cache, selection, self.sink, config.head_dim**-0.5)
         out = ops.output_quant(out, rope, self.wo_a, config.o_groups, self.dtype)
         grouped = ops.linear_grouped(out, self.wo_a, config.o_groups)  # [T, G, o_lora]
-        return ops.linear(grouped.flatten(1), self.wo_b)[0]
+        out = ops.linear(grouped.flatten(1), self.wo_b)[0]
+        return self.comm.sum(out)

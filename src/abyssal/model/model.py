@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.checkpoint.rows import RowTable
@@ -20,6 +19,7 @@ from abyssal.model.weights import Weights
 from abyssal.ops._select import Ops, Selection
 from abyssal.ops.hyper_connection import Site
 from abyssal.ops.linear import LinearWeight
+from abyssal.parallel.comm import ALONE, Comm
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class Residual:
 class Block:
     """One decoder layer: attention and experts, each behind a mixing site (V4 spec 2.4, V4.1 spec 3.1)."""
 
-    def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype, ops: Ops) -> None:
+    def __init__(self, weights: Weights, config: ModelConfig, layer: int, dtype: torch.dtype, ops: Ops, comm: Comm) -> None:
         self.config, self.plan, self.ops = config, config.layers[layer], ops
         engram = self.plan.engram
         self.engram = None if engram is None else Engram(weights.below("engram"), config, engram, dtype, ops)
-        self.attention = Attention(weights.below("attn"), config, layer, dtype, ops)
-        self.moe = MoE(weights.below("ffn"), config, layer, ops)
+        self.attention = Attention(weights.below("attn"), config, layer, dtype, ops, comm)
+        self.moe = MoE(weights.below("ffn"), config, layer, ops, comm)
         self.attn_norm, self.ffn_norm = weights.tensor("attn_norm.weight"), weights.tensor("ffn_norm.weight")
         self.hc_attn, self.hc_ffn = (ops.mix_weights(weights.mix(name, config.hc_mult)) for name in ("hc_attn", "hc_ffn"))
 
@@ -89,12 +89,19 @@ class Model:
     """DeepSeek V4 or V4.1. Weights are moved out of `tensors`; one left over is an error."""
 
     def __init__(
-        self, tensors: dict[str, Tensor | LinearWeight | RowTable], config: ModelConfig, dtype: torch.dtype, ops: Ops
+        self,
+        tensors: dict[str, Tensor | LinearWeight | RowTable],
+        config: ModelConfig,
+        dtype: torch.dtype,
+        ops: Ops,
+        comm: Comm = ALONE,
     ) -> None:
+        """Of several ranks each has `Mesh.local` of the configuration, and its part of the weights."""
         weights = Weights(tensors)
         self.config, self.dtype, self.ops = config, dtype, ops
+        self.comm = comm
         self.embedding = weights.tensor("embed.weight")
-        self.blocks = [Block(weights.below(f"layers.{i}"), config, i, dtype, ops) for i in range(config.num_layers)]
+        self.blocks = [Block(weights.below(f"layers.{i}"), config, i, dtype, ops, comm) for i in range(config.num_layers)]
         self.hc_head = None
         if config.layers[-1].hc_order == "own":
             self.hc_head = ops.mix_weights(weights.mix("hc_head", config.hc_mult))
@@ -120,7 +127,7 @@ class Model:
     @torch.inference_mode()
     def compute(self, batch: Batch, cache: KVCache, rows: dict[int, Tensor]) -> Tensor:
         """As a call, with what `read_tables` gave."""
-        embedded = F.embedding(batch.token_ids, self.embedding)
+        embedded = self.comm.embed(batch.token_ids, self.embedding)
         pre = torch.zeros(len(embedded), self.config.hc_mult, device=embedded.device)
         pre[:, 0] = 1.0  # the first site sees the embedding as it is (V4.1 spec 3.1)
         residual = Residual(embedded, pre)
@@ -129,4 +136,13 @@ class Model:
             residual = block(residual, rows.get(layer), batch, cache, selection)
         last = residual.at(batch.logit_rows)
         y = enter(self.ops, self.config, last, self.hc_head, self.norm, own=self.hc_head is not None).x
-        return self.ops.linear(y, self.head)[0]
+        logits = self.ops.linear(y, self.head)[0]
+        return self.comm.gather(logits)
+
+    @torch.inference_mode()
+    def idle(self) -> None:
+        """Compute the experts of this rank in a step of others, without tokens of its own."""
+        nothing = self.embedding.new_empty(0, self.config.hidden_size)
+        token_ids = torch.empty(0, dtype=torch.int64, device=nothing.device)
+        for block in self.blocks:
+            block.moe(nothing, token_ids)

@@ -8,10 +8,12 @@ from abyssal.config import ModelConfig
 from abyssal.model.weights import Weights
 from abyssal.ops._select import Ops
 from abyssal.ops.moe import ExpertLayer
+from abyssal.parallel.comm import Comm
 
 
 class MoE:
-    def __init__(self, weights: Weights, config: ModelConfig, layer: int, ops: Ops) -> None:
+    def __init__(self, weights: Weights, config: ModelConfig, layer: int, ops: Ops, comm: Comm) -> None:
+        self.config, self.comm = config, comm
         hashed = config.layers[layer].router == "hash"
         if config.family == "v41":
             self.bias_vl = weights.tensor("gate.bias_vl")  # chooses the experts of image positions, of which there are none yet
@@ -36,4 +38,12 @@ class MoE:
 
     def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """x [T, D], normalised; token_ids [T] -> [T, D]."""
-        return self.ops.moe(x, token_ids, self.experts)
+        if self.comm.mesh.size == 1:
+            return self.ops.moe(x, token_ids, self.experts)
+        chosen, weights = self.ops.route(x, token_ids, self.experts)
+        routed = self.comm.experts(x, chosen, weights, self.config.num_experts, self._routed)  # fp32
+        out = self.comm.sum(routed + self.ops.shared_expert(x, self.experts))
+        return out.to(x.dtype)
+
+    def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor, first: int) -> Tensor:
+        return self.ops.routed_experts(x, chosen, weights, self.experts, first)

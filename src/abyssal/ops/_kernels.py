@@ -26,7 +26,7 @@ from abyssal.ops.index_score.triton import index_score_blocks
 from abyssal.ops.linear import LinearWeight
 from abyssal.ops.linear import triton as products
 from abyssal.ops.moe import ExpertLayer
-from abyssal.ops.moe.triton import KernelExperts, moe, prepare_experts
+from abyssal.ops.moe.triton import KernelExperts, choices_of, moe, part_of_experts, prepare_experts, shared_part
 from abyssal.ops.norm.triton import rms_norm
 from abyssal.ops.output_quant.triton import output_quant, output_quant_e4m3
 from abyssal.ops.qkv_insert.triton import qkv_insert, window_store
@@ -78,6 +78,8 @@ class KernelOps:
             self._score = hopper_score.index_score
             gluon.append("index_score")
         self._reserve(max_tokens)
+        # of the shared expert, where the routed ones leave room
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         log.info("ops: Gluon %s; PyTorch engram; all others Triton", ", ".join(gluon) or "none")
 
     def _reserve(self, tokens: int) -> None:
@@ -265,7 +267,16 @@ class KernelOps:
         return prepare_experts(layer)
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
-        return moe(x, token_ids, experts)
+        return moe(x, token_ids, experts, beside=self._beside if len(x) <= 64 else None)
+
+    def route(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
+        return choices_of(x, token_ids, experts)
+
+    def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int) -> Tensor:
+        return part_of_experts(x, chosen, weights, experts, first)
+
+    def shared_expert(self, x: Tensor, experts: KernelExperts) -> Tensor:
+        return shared_part(x, experts)
 
 
 def check_model(model: ModelConfig, caches: CachePlan) -> None:

@@ -18,7 +18,7 @@ from abyssal.ops.compress import compress, store_entries
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
 from abyssal.ops.linear import LinearWeight, linear, linear_grouped
-from abyssal.ops.moe import ExpertLayer, expert_layer
+from abyssal.ops.moe import ExpertLayer, expert_layer, moe, route, shared_expert
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.output_quant import output_quant
 from abyssal.ops.qkv_insert import qkv_insert
@@ -146,6 +146,16 @@ class ReferenceOps:
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: ExpertLayer) -> Tensor:
         return expert_layer(x, token_ids, experts)
+
+    def route(self, x: Tensor, token_ids: Tensor, experts: ExpertLayer) -> tuple[Tensor, Tensor]:
+        ids = None if experts.tid2eid is None else experts.tid2eid[token_ids]
+        return route(x, experts.gate, experts.bias, ids, experts.k, experts.scale, experts.temperature)
+
+    def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertLayer, first: int) -> Tensor:
+        return moe(x, chosen, weights, experts.w13, experts.w2, experts.limit, first)
+
+    def shared_expert(self, x: Tensor, experts: ExpertLayer) -> Tensor:
+        return shared_expert(x, experts)
 
 
 def _entries(

@@ -121,6 +121,17 @@ class Ops(Protocol):
     def moe(self, x: Tensor, token_ids: Tensor, experts: Any) -> Tensor:
         """x [T, D], token_ids [T] -> [T, D]."""
 
+    # The parts of `moe`, where several ranks share out the experts
+
+    def route(self, x: Tensor, token_ids: Tensor, experts: Any) -> tuple[Tensor, Tensor]:
+        """x [T, D], token_ids [T] -> experts int [T, k], weights fp32 [T, k]."""
+
+    def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, first: int) -> Tensor:
+        """Sum of those chosen experts that `experts` has, whose first is number `first`: x [T, D] -> fp32 [T, D]."""
+
+    def shared_expert(self, x: Tensor, experts: Any) -> Tensor:
+        """x [T, D] -> [T, D]."""
+
 
 def publishes(plan: LayerPlan, config: ModelConfig, count: int) -> bool:
     """Whether `count` visible entries are more than the candidate blocks of layer `plan` can hold."""

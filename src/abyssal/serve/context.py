@@ -25,8 +25,10 @@ class Client(Protocol):
     """The engine as the routes see it; `EngineClient` is one."""
 
     info: EngineInfo
-    stats: EngineStats
     death: str | None
+
+    @property
+    def stats(self) -> EngineStats: ...
 
     @property
     def alive(self) -> bool: ...

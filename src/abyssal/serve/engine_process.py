@@ -1,7 +1,7 @@
-"""The engine process: takes requests from a socket, steps the engine, reports what each step gave.
+"""One engine process: takes requests from a socket, steps the engine, reports what each step gave.
 
-Started by `EngineClient` as `python -m abyssal.serve.engine_process SOCKET_ADDRESS ENGINE_CLASS`; the configuration comes as
-JSON in the first line of standard input, which then stays open for as long as the parent lives.
+Started by `abyssal.serve.rank_processes` as `python -m abyssal.serve.engine_process SOCKET_ADDRESS ENGINE_CLASS RANK STORE`; a
+`wire.Start` comes as JSON in the first line of standard input, which then stays open for as long as the parent lives.
 """
 
 from __future__ import annotations
@@ -11,17 +11,25 @@ import logging
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
+import torch
 import zmq
 
 import abyssal.engine.grammar  # noqa: F401  now, since the first request that needs it must not hold up the others
 from abyssal.config import EngineConfig
+from abyssal.engine.disaggregation import DecodeEngine, Note, PrefillEngine
 from abyssal.engine.engine import Engine
+from abyssal.engine.link import Link
 from abyssal.engine.request import RequestUpdate
-from abyssal.errors import AbyssalError, RequestError
+from abyssal.errors import AbyssalError, ConfigError, EngineDeadError, RequestError
+from abyssal.parallel.comm import ALONE, Comm
+from abyssal.parallel.mesh import Mesh
+from abyssal.parallel.ranks import RankComm
 from abyssal.serve import wire
 
 log = logging.getLogger("abyssal")
@@ -29,25 +37,41 @@ log = logging.getLogger("abyssal")
 BAD_START = 1
 STDIN = 0  # read by number: a thread that waits in sys.stdin would hold its lock while the interpreter ends
 
+Socket = zmq.Socket[bytes]
 
-def main(address: str, engine_class: str) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+
+def main(address: str, engine_class: str, rank: str, store: str) -> int:
+    level = logging.INFO if rank == "0" else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
     line = _read_line(STDIN)
     if not line.endswith(b"\n"):
         return BAD_START  # the parent ended before it said what to run
-    config = msgspec.json.decode(line, type=EngineConfig)
+    start = msgspec.json.decode(line, type=wire.Start)
+    config = start.config
     threading.Thread(target=_end_with_parent, daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.connect(address)
+    build, mesh = _load(engine_class), Mesh.of(config, int(rank))
     try:
-        return _run(socket, lambda: _load(engine_class)(config))
+        if start.place is not None:
+            place = start.place
+            return _run(socket, lambda: _linked(config, place), Inbox(socket), ALONE)
+        if mesh.size == 1:
+            return _run(socket, lambda: build(config), Inbox(socket), ALONE)
+        cuda = config.device != "cpu" and torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(mesh.rank)
+        comm = RankComm(mesh, Path(store), cuda)
+        code = _run(socket, lambda: build(config, comm=comm), RankInbox(socket, comm), comm)
+        comm.close()
+        return code
     finally:
         context.destroy(linger=1000)  # ms, for the last message
 
 
-def _run(socket: zmq.Socket[bytes], build: Callable[[], Engine]) -> int:
+def _run(socket: Socket, build: Callable[[], Engine], inbox: Commands, comm: Comm) -> int:
     try:
         engine = build()
     except AbyssalError as error:
@@ -55,7 +79,7 @@ def _run(socket: zmq.Socket[bytes], build: Callable[[], Engine]) -> int:
         return BAD_START
     socket.send(wire.encode(wire.Ready(engine.info, engine.stats())))
     try:
-        serve(engine, socket)
+        serve(engine, inbox, socket, comm)
     except AbyssalError as error:
         log.exception("the engine stopped")
         socket.send(wire.encode(wire.Dead(str(error))))
@@ -63,31 +87,133 @@ def _run(socket: zmq.Socket[bytes], build: Callable[[], Engine]) -> int:
     return 0
 
 
-def serve(engine: Engine, socket: zmq.Socket[bytes]) -> None:
+class Commands(Protocol):
+    """Where commands come from."""
+
+    def take(self, engine: Engine) -> list[wire.Command] | None:
+        """What has arrived since, in order; waits while there is nothing to do. None: it is time to end."""
+
+    def note(self, updates: list[RequestUpdate]) -> None:
+        """What came of the commands and of the step after them."""
+
+
+class Inbox:
+    """The commands of an engine that is alone."""
+
+    def __init__(self, socket: Socket) -> None:
+        self._socket = socket
+
+    def take(self, engine: Engine) -> list[wire.Command] | None:
+        commands = [wire.decode_command(data) for data in drain(self._socket, engine.poll_ms())]
+        return None if any(isinstance(command, wire.Stop) for command in commands) else commands
+
+    def note(self, updates: list[RequestUpdate]) -> None:
+        pass
+
+
+class RankInbox:
+    """The commands of one of several ranks: the first rank of a replica takes them from its socket and shares them with the others.
+
+    All ranks of a replica then do the same, step by step; that they still agree is checked with every message.
+    """
+
+    def __init__(self, socket: Socket, comm: RankComm) -> None:
+        self._socket, self._comm = socket, comm
+        self._told = 0  # digest of the latest updates
+
+    def take(self, engine: Engine) -> list[wire.Command] | None:
+        comm = self._comm
+        busy = engine.has_unfinished()
+        quiet = not busy and comm.idle(engine.runner.model.idle)
+        messages = drain(self._socket, None if quiet else 0) if comm.mesh.leads else []
+        told, messages = _SHARED.decode(comm.share(wire.encode((self._told, messages))))
+        if told != self._told:
+            raise EngineDeadError(f"rank {comm.mesh.rank} computed other tokens than the first rank of its replica")
+        commands = [wire.decode_command(data) for data in messages]
+        comm.num_requests += sum(not isinstance(command, wire.Abort) for command in commands)
+        comm.stopping |= any(isinstance(command, wire.Stop) for command in commands)
+        if not comm.stopping:
+            return commands
+        while not comm.all_stopping:
+            comm.idle(engine.runner.model.idle)
+        return None
+
+    def note(self, updates: list[RequestUpdate]) -> None:
+        facts = [(update.request_id, update.token_ids, update.finish_reason) for update in updates]
+        self._told = zlib.crc32(repr(facts).encode())
+
+
+_SHARED = msgspec.msgpack.Decoder(tuple[int, list[bytes]])
+
+
+def serve(engine: Engine, inbox: Commands, socket: Socket, comm: Comm) -> None:
     """Until told to stop: take what has arrived, compute one step, report."""
-    while True:
-        updates: list[RequestUpdate] = []
-        wait = 0 if engine.has_unfinished() else None
-        while socket.poll(wait):
-            command = wire.decode_command(socket.recv())
-            if isinstance(command, wire.Stop):
-                return
-            updates += _obey(engine, command)
-            wait = 0
-        if engine.has_unfinished():
+    outbox: list[Note] = engine.outbox if isinstance(engine, PrefillEngine | DecodeEngine) else []
+    while (commands := inbox.take(engine)) is not None:
+        updates = [update for command in commands for update in _obey(engine, command, socket, comm)]
+        works = engine.has_unfinished()
+        if works:
             updates += engine.step()
-        socket.send(wire.encode(wire.Progress(updates, engine.stats())))
+        inbox.note(updates)
+        if comm.mesh.leads and (works or commands):
+            socket.send(wire.encode(wire.Progress(updates, engine.stats(), [wire.wrap(note) for note in outbox])))
+            outbox.clear()
 
 
-def _obey(engine: Engine, command: wire.Add | wire.Abort) -> list[RequestUpdate]:
+def drain(socket: Socket, wait_ms: int | None) -> list[bytes]:
+    """All messages that are there; the first is waited for, for so long or, with None, until it comes."""
+    messages: list[bytes] = []
+    while socket.poll(0 if messages else wait_ms):
+        messages.append(socket.recv())
+    return messages
+
+
+def _obey(engine: Any, command: wire.Command, socket: Socket, comm: Comm) -> list[RequestUpdate]:
+    """`engine` is of the class that the command is for."""
     if isinstance(command, wire.Abort):
         engine.abort(command.request_id)
-        return []
-    try:
-        engine.add(command.request)
-    except RequestError as error:
-        return [RequestUpdate(command.request.request_id, [], None, None, finish_reason="error", error=str(error))]
+    elif isinstance(command, wire.Score):
+        answer = _score(engine, command)
+        if comm.mesh.leads:
+            socket.send(wire.encode(answer))
+    elif isinstance(command, wire.RoomNote | wire.PartNote):
+        engine.take_note(command.note)
+    elif isinstance(command, wire.Add | wire.AddFor | wire.Expect):
+        try:
+            if isinstance(command, wire.Add):
+                engine.add(command.request)
+            elif isinstance(command, wire.AddFor):
+                engine.add_for(command.receiver, command.request)
+            else:
+                engine.expect(command.request)
+        except RequestError as error:
+            return [RequestUpdate(command.request.request_id, [], None, None, finish_reason="error", error=str(error))]
     return []
+
+
+def _score(engine: Engine, command: wire.Score) -> wire.Scored:
+    try:
+        logits = engine.score(command.token_ids, command.chunk_sizes, command.rows, command.reuse_prefix)
+    except RequestError as error:
+        return wire.Scored(b"", str(error), error.param)
+    return wire.Scored(logits.numpy().tobytes())
+
+
+def _linked(config: EngineConfig, place: wire.Place) -> Engine:
+    """An engine that works with others, each on a GPU of its own where there are any."""
+    device = torch.device("cpu")
+    if config.device != "cpu" and torch.cuda.is_available():
+        if torch.cuda.device_count() < place.prefill + place.decode:
+            raise ConfigError(
+                f"{place.prefill} prefill and {place.decode} decode engines need a GPU each, and this machine has "
+                f"{torch.cuda.device_count()}; lower prefill_engines or decode_engines"
+            )
+        device = torch.device("cuda", place.rank)
+        torch.cuda.set_device(device)
+    link = Link(place.rank, place.prefill + place.decode, place.store, device)
+    engine = (PrefillEngine if place.rank < place.prefill else DecodeEngine)(config, link)
+    link.connect(place.prefill)
+    return engine
 
 
 def _load(engine_class: str) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import signal
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 import uvicorn
 
@@ -16,6 +18,8 @@ from abyssal.config import EngineConfig, ServerConfig
 from abyssal.errors import ConfigError
 from abyssal.serve.app import create_app
 from abyssal.serve.chat import load_chat_format
+from abyssal.serve.context import Client
+from abyssal.serve.disaggregated_client import DisaggregatedClient
 from abyssal.serve.engine_client import EngineClient
 from abyssal.serve.grammar import GrammarCompiler
 from abyssal.tokenizer import Tokenizer
@@ -42,7 +46,7 @@ async def _serve(listener: socket.socket, engine_config: EngineConfig, server_co
     assert task is not None
     for sig in SIGNALS:
         loop.add_signal_handler(sig, task.cancel)  # while loading
-    client = await EngineClient.start(engine_config)
+    client = await start_client(engine_config, server_config)
     grammars = GrammarCompiler(client.info)
     try:
         folder = Path(client.info.model_folder)
@@ -71,10 +75,42 @@ async def _serve(listener: socket.socket, engine_config: EngineConfig, server_co
         await client.close()
 
 
+class RunningClient(Client, Protocol):
+    """Engines that were started here and are ended here."""
+
+    async def close(self) -> None: ...
+
+
+async def start_client(engine_config: EngineConfig, server_config: ServerConfig) -> RunningClient:
+    """Start the engines that the configuration asks for.
+
+    Raises:
+        AbyssalError: they cannot start.
+    """
+    if server_config.ray:
+        return await _start_cluster(engine_config, server_config.replicas)
+    if server_config.prefill_engines == 0:
+        return await EngineClient.start(engine_config)
+    if engine_config.dp * engine_config.tp > 1:
+        raise ConfigError("prefill_engines and decode_engines have one rank each; leave out dp and tp, or prefill_engines")
+    return await DisaggregatedClient.start(engine_config, server_config.prefill_engines, server_config.decode_engines)
+
+
+async def _start_cluster(config: EngineConfig, replicas: int) -> RunningClient:
+    """SIGHUP then restarts the replicas one after another."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("ray=True needs Ray, which is not installed: pip install 'abyssal[ray]'")
+    from abyssal.serve.cluster import ClusterClient
+
+    client = await ClusterClient.start(config, replicas)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, client.restart_soon)
+    return client
+
+
 class _Server(uvicorn.Server):
     """Signals are handled above; at the end of the grace time the engine closes, so that streams end with an error event."""
 
-    def __init__(self, config: uvicorn.Config, client: EngineClient) -> None:
+    def __init__(self, config: uvicorn.Config, client: RunningClient) -> None:
         super().__init__(config)
         self._client = client
         self._closing: asyncio.Task[None] | None = None
@@ -103,7 +139,7 @@ def _listen(config: ServerConfig) -> socket.socket:
         ) from error
 
 
-def _greeting(listener: socket.socket, client: EngineClient, config: ServerConfig) -> str:
+def _greeting(listener: socket.socket, client: RunningClient, config: ServerConfig) -> str:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{port}"

@@ -1,11 +1,29 @@
-"""Messages between the API process and the engine process: msgpack over one socket pair."""
+"""Messages between a front and the engine processes: msgpack over one socket pair for each."""
 
 from __future__ import annotations
 
 import msgspec
 
+from abyssal.config import EngineConfig
+from abyssal.engine.disaggregation import Note, PartSent, Reserved
 from abyssal.engine.engine import EngineInfo, EngineStats
 from abyssal.engine.request import EngineRequest, RequestUpdate
+
+
+class Place(msgspec.Struct):
+    """Where an engine stands among `prefill` engines, the first ranks, and `decode` engines that work for one server."""
+
+    rank: int
+    prefill: int
+    decode: int
+    store: str  # as for `engine.link.Link`
+
+
+class Start(msgspec.Struct):
+    """First line of an engine process's standard input."""
+
+    config: EngineConfig
+    place: Place | None  # None: it hands nothing over
 
 
 class Add(msgspec.Struct, tag=True):
@@ -14,10 +32,48 @@ class Add(msgspec.Struct, tag=True):
     request: EngineRequest
 
 
+class AddFor(msgspec.Struct, tag=True):
+    """Queue a request that goes on in the decode engine of rank `receiver`."""
+
+    request: EngineRequest
+    receiver: int
+
+
+class Expect(msgspec.Struct, tag=True):
+    """Queue a request whose prompt a prefill engine computes."""
+
+    request: EngineRequest
+
+
+class RoomNote(msgspec.Struct, tag=True):
+    """From a decode engine, to a prefill engine."""
+
+    note: Reserved
+
+
+class PartNote(msgspec.Struct, tag=True):
+    """From a prefill engine, to a decode engine."""
+
+    note: PartSent
+
+
 class Abort(msgspec.Struct, tag=True):
     """Drop a request, if it still runs."""
 
     request_id: str
+
+
+class Score(msgspec.Struct, tag=True):
+    """Compute logits, as `Engine.score`."""
+
+    token_ids: list[int]
+    chunk_sizes: list[int]
+    rows: list[int]
+    reuse_prefix: bool
+
+
+class Wake(msgspec.Struct, tag=True):
+    """Another replica that shares this one's experts was given a request: its steps are this one's too."""
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -36,6 +92,15 @@ class Progress(msgspec.Struct, tag=True):
 
     updates: list[RequestUpdate]
     stats: EngineStats
+    notes: list[RoomNote | PartNote] = []
+
+
+class Scored(msgspec.Struct, tag=True):
+    """The answer to `Score`."""
+
+    logits: bytes  # fp32, row after row
+    error: str | None = None
+    param: str | None = None  # field of the request at fault
 
 
 class Dead(msgspec.Struct, tag=True):
@@ -44,6 +109,15 @@ class Dead(msgspec.Struct, tag=True):
     reason: str
 
 
+Command = Add | AddFor | Expect | RoomNote | PartNote | Abort | Score | Wake | Stop
+Event = Ready | Progress | Scored | Dead
+
+
+def wrap(note: Note) -> RoomNote | PartNote:
+    return RoomNote(note) if isinstance(note, Reserved) else PartNote(note)
+
+
 encode = msgspec.msgpack.Encoder().encode
-decode_command = msgspec.msgpack.Decoder(Add | Abort | Stop).decode
-decode_event = msgspec.msgpack.Decoder(Ready | Progress | Dead).decode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_commands = msgspec.msgpack.Decoder(list[Command]).decode
+decode_event = msgspec.msgpack.Decoder(Event).decode

@@ -46,9 +46,9 @@ def compress_config(dim: int, slots: int) -> CompressConfig:
     return CompressConfig(16, 2 * max(1, dim // 128))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_groups", "num_entries", "num_carried"])
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "first_group", "num_groups", "num_entries", "num_carried"])
 def compress_kernel(
-    rows, rows_stride, num_tokens, norm, sources, num_slots, num_groups, num_entries,
+    rows, rows_stride, num_tokens, norm, sources, num_slots, first_group, num_groups, num_entries,
     carried, num_carried, store_rows, store_slots, state_pages, state_page_bytes,
     carried_sums, sum_slots, sum_pages, sum_page_bytes,
     pages, page_bytes, entry_slots, rope, latent, stored, eps,
@@ -56,13 +56,13 @@ def compress_kernel(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     layout: tl.constexpr, ENTRIES: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0 .. num_groups - 1 pool a group each; the others copy one state row each.
+    """Programs up to group num_groups - 1 pool a group each, from first_group on; the others copy one state row each.
 
     The first num_entries groups are complete and become entries, the others extend sums.
     """
     D: tl.constexpr = layout.dim
     WIDTH: tl.constexpr = 4 * D if OVERLAP else 2 * D
-    program = tl.program_id(0)
+    program = first_group + tl.program_id(0)
     if program >= num_groups:
         token = tl.load(store_rows + program - num_groups)
         slot = tl.load(store_slots + program - num_groups).to(tl.int64)
@@ -191,9 +191,16 @@ def compress(
         by_layer = facts.carried_sums[sums.name][layer_row], facts.sum_slots[sums.name][layer_row]
         sum_arguments = (*by_layer, sums.data, sums.data.stride(0))
     in_one_launch = 0 if sums is not None else num_store  # a ring's new rows lie where its old ones are read
-    if groups + in_one_launch:
-        compress_kernel[(groups + in_one_launch,)](
-            rows, rows.stride(0), len(rows), norm, facts.sources, slots, groups, len(rope), carried, len(carried),
+    launches = [(0, groups + in_one_launch)]
+    if sums is not None and groups - len(rope) != len(rows):
+        # A sequence that completes a group may go on in the next, whose sums replace those that the first reads. One of a single
+        # token does not: what it completes lies within roll-back of its end.
+        launches = [(0, len(rope)), (len(rope), groups - len(rope))]
+    for first, count in launches:
+        if not count:
+            continue
+        compress_kernel[(count,)](
+            rows, rows.stride(0), len(rows), norm, facts.sources, slots, first, groups, len(rope), carried, len(carried),
             *state_arguments, *sum_arguments, entries.data, entries.data.stride(0), entry_slots, torch.view_as_real(rope), latent, stored,
             eps, OVERLAP=overlap, HADAMARD=rotate_keys, ROPE=2 * rope.shape[1], BF16=dtype == torch.bfloat16, ROWS=config.rows,
             BLOCKS=triton.next_power_of_2(triton.cdiv(slots, config.rows)), layout=layout, ENTRIES=entries.entries_per_page,
@@ -224,7 +231,7 @@ def state_store_kernel(
 def aot_cases() -> list[AotCase]:
     signature = {
         "rows": "*fp32", "rows_stride": "i32", "num_tokens": "i32", "norm": "*fp32", "sources": "*i64", "num_slots": "i32",
-        "num_groups": "i32", "num_entries": "i32", "carried": "*i32", "num_carried": "i32", "state_pages": "*u8",
+        "first_group": "i32", "num_groups": "i32", "num_entries": "i32", "carried": "*i32", "num_carried": "i32", "state_pages": "*u8",
         "state_page_bytes": "i32", "store_rows": "*i64", "store_slots": "*i64", "pages": "*u8", "page_bytes": "i32",
         "entry_slots": "*i32", "rope": "*fp32", "eps": "fp32",
     }  # fmt: skip

@@ -32,8 +32,7 @@ from abyssal.ops.hyper_connection import MixWeights, Site
 
 STREAMS = 4
 # One token's row of partial sums: comb at 0, post at 16, pre at 20; from 24 with the site's own pre G 00, 11, 22, 33, 01, 02, 03,
-# 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2; in two launches sum z^2 only. A relayed row: pre at 0, 1 / rms of the
-# collapsed vector at 4, and from 8 the first 32 of these sums, complete.
+# 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2; in two launches sum z^2 only.
 ROW = tl.constexpr(40)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -63,13 +62,13 @@ class KernelWeights:
         )
 
 
-# Up to so many tokens: one launch, block_tokens, block_hidden, warps, stages, registers per thread.
-LAUNCHES = (
-    (2, True, 1, 32, 2, 2, 255),
-    (8, True, 8, 128, 4, 2, 255),
-    (64, True, 16, 128, 4, 2, 200),
-    (1 << 31, False, 64, 32, 4, 3, 255),
-)
+# Whether a site collapses with its own pre (V4) or a given one (V4.1) -> up to so many tokens: one launch, block_tokens,
+# block_hidden, warps, stages, registers per thread.
+FEW = ((2, True, 1, 32, 2, 2, 255), (8, True, 8, 128, 4, 2, 255))
+LAUNCHES = {
+    True: (*FEW, (64, True, 16, 128, 4, 2, 200), (1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 32, 64, 4, 2, 168)),
+    False: (*FEW, (64, True, 16, 128, 4, 2, 255), (1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 64, 32, 8, 3, 128)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,38 +91,22 @@ class LaunchConfig:
         """Programs that run at the same time on `num_sms` multiprocessors of 65536 registers."""
         return num_sms * (65536 // (32 * self.num_warps * -(-self.registers // 8) * 8))
 
-    def may_wait(self, tokens: int, num_sms: int) -> bool:
-        """Whether programs may wait for their group: all run at the same time, or two groups do and the others come later.
-
-        The device starts programs in the order of their numbers, so that the oldest group always runs as a whole.
-        """
-        needed = self.programs(tokens)
-        return min(needed, 2 * self.splits if self.relay else needed) <= self.resident(num_sms)
-
-    @property
-    def relay(self) -> bool:
-        """Whether the sums of a token go to one program of its group and from there to the others, in one launch."""
-        return self.one_launch and self.block_tokens > 16
-
     def partial_rows(self, tokens: int) -> int:
-        """Rows of partial sums that a launch needs in the hand-over state, and of what is relayed."""
-        return self.programs(tokens) * self.block_tokens + (tokens + self.block_tokens if self.relay else 0)
-
-    def counters(self, tokens: int) -> int:
-        return triton.cdiv(tokens, self.block_tokens) * (2 if self.relay else 1)
+        """Rows of partial sums that a launch needs in the hand-over state."""
+        return self.programs(tokens) * self.block_tokens
 
 
-def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = True) -> LaunchConfig:
-    """One launch where it may and its programs may wait for each other; otherwise two, in as few waves as the token count allows."""
+def launch_config(tokens: int, hidden: int, num_sms: int, own_pre: bool, one_launch: bool = True) -> LaunchConfig:
+    """One launch where it may and all its programs run at the same time, as they wait for each other; otherwise two."""
     if hidden % 16:
         raise ValueError(f"hidden size {hidden} is no multiple of 16: this kernel does not support it; use the reference backend")
-    for limit, single, block_tokens, block_hidden, num_warps, num_stages, registers in LAUNCHES:
+    for limit, single, block_tokens, block_hidden, num_warps, num_stages, registers in LAUNCHES[own_pre]:
         block_hidden = min(block_hidden, hidden & -hidden)
         block_tokens = min(block_tokens, triton.next_power_of_2(tokens))
         if single and one_launch and tokens <= limit:
             splits = hidden // block_hidden
             config = LaunchConfig(block_tokens, block_hidden, splits, 1, num_warps, num_stages, registers, True)
-            if config.may_wait(tokens, num_sms):
+            if config.programs(tokens) <= config.resident(num_sms):
                 return config
         if not single and tokens <= limit:
             return two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
@@ -133,11 +116,11 @@ def launch_config(tokens: int, hidden: int, num_sms: int, one_launch: bool = Tru
 def two_launches(
     tokens: int, hidden: int, num_sms: int, block_tokens: int, block_hidden: int, num_warps: int, num_stages: int, registers: int
 ) -> LaunchConfig:
-    """The splits that take the least time, where a program's start and end cost about as much as two steps."""
+    """The splits that take the least time, where a program's start and end cost about as much as two steps; of equals the most."""
     slices = hidden // block_hidden
     configs = [
         LaunchConfig(block_tokens, block_hidden, splits, slices // splits, num_warps, num_stages, registers, False)
-        for splits in range(1, min(slices, 64) + 1)
+        for splits in range(min(slices, 64), 0, -1)
         if slices % splits == 0
     ]
     return min(configs, key=lambda c: triton.cdiv(c.programs(tokens), c.resident(num_sms)) * (c.steps + 2))
@@ -151,14 +134,15 @@ class HandoverState:
     """
 
     partials: Tensor  # fp32 [rows, ROW]
-    arrivals: Tensor  # int32 [counters]: bit 31 flips when all programs of a group have arrived, the lower bits return to 0
+    arrivals: Tensor  # int32 [groups]: bit 31 flips when all programs of a group have arrived, the lower bits return to 0
 
     @classmethod
     def allocate(cls, max_tokens: int, hidden: int, device: torch.device | str, num_sms: int | None = None) -> HandoverState:
         """For launches of up to `max_tokens` tokens with the configs of `launch_config`."""
         num_sms = num_sms or sm_count(torch.device(device))
-        sizes = {min(size, max_tokens) for size in (*range(1, 65), *range(64, max_tokens + 64, 64))}  # beyond 64 in whole blocks
-        rows = max(launch_config(n, hidden, num_sms, one).partial_rows(n) for n in sizes for one in (True, False))
+        sizes = {min(size, max_tokens) for size in (*range(1, 65), *range(64, max_tokens + 32, 32))}  # beyond 64 in whole blocks
+        kinds = itertools.product(sizes, (True, False), (True, False))
+        rows = max(launch_config(n, hidden, num_sms, own, one).partial_rows(n) for n, own, one in kinds)
         return cls.of_size(rows, max_tokens, device)
 
     @classmethod
@@ -211,12 +195,12 @@ def site(
     result = Site(streams, x, new_pre, new_post, new_comb, mean)
     if tokens == 0:
         return result
-    config = config or launch_config(tokens, hidden, sm_count(source.device), one_launch=source.is_cuda)
-    rows_needed, counters = config.partial_rows(tokens), config.counters(tokens)
-    if state.partials.shape[0] < rows_needed or state.arrivals.shape[0] < counters:
+    config = config or launch_config(tokens, hidden, sm_count(source.device), pre is None, one_launch=source.is_cuda)
+    rows_needed, groups = config.partial_rows(tokens), triton.cdiv(tokens, config.block_tokens)
+    if state.partials.shape[0] < rows_needed or state.arrivals.shape[0] < groups:
         raise ValueError(
             f"the hand-over state holds {state.partials.shape[0]} rows and {state.arrivals.shape[0]} counters, {tokens} tokens need "
-            f"{rows_needed} and {counters}: allocate it for more tokens"
+            f"{rows_needed} and {groups}: allocate it for more tokens"
         )
     kind = "expand" if expanded else "streams" if source.dim() == 3 else "embedding"
     fn, base, scale = (weights.fn, weights.base, weights.scale) if weights is not None else (None, None, None)
@@ -277,7 +261,6 @@ def _site_constants(config: LaunchConfig) -> dict[str, Any]:
         "OWNED": triton.next_power_of_2(triton.cdiv(config.block_tokens, config.splits)),
         "CHUNK": max(1, min(triton.next_power_of_2(config.splits), 32 * config.num_warps // config.block_tokens)),
         "CHUNK_OWNED": min(triton.next_power_of_2(config.splits), 64),
-        "RELAY": config.relay,
     }
 
 
@@ -711,7 +694,7 @@ def hyper_connection_site(
     streams, x, pre_out, post_out, comb_out, mean, partials, arrivals, tokens, rms_eps, eps,
     D: tl.constexpr, SOURCE: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, MEAN: tl.constexpr,
     ITERATIONS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, OWNED: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr, RELAY: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr,
 ):  # fmt: skip
     """The whole site. Grid: token blocks x SPLITS, the programs of a token block side by side."""
     _begin()
@@ -721,7 +704,6 @@ def hyper_connection_site(
     local = tl.arange(0, BT)
     valid = local < left
     mask = valid[:, None]
-    partials_of_all = partials
     partials += start * (SPLITS * ROW)
     d = split * BD + tl.arange(0, BD)
     at = local[:, None] * (4 * D) + d[None, :]
@@ -731,13 +713,10 @@ def hyper_connection_site(
     coefficient = tl.arange(0, 32)
     first: tl.constexpr = 24 - ROWS
     if ROWS > 0:
-        if BT >= 64:
-            weights = _load_weights(fn, d, D, ROWS)
-        else:
-            has = ((coefficient >= first) & (coefficient < 24))[None, :]
-            weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
-            high = _load4(fn, weight_at, D, has)
-            low = _load4(fn + ROWS * 4 * D, weight_at, D, has)
+        has = ((coefficient >= first) & (coefficient < 24))[None, :]
+        weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
+        high = _load4(fn, weight_at, D, has)
+        low = _load4(fn + ROWS * 4 * D, weight_at, D, has)
         all_base, all_scale = _load_affine(base, scale, ROWS)
         pre_base, pre_scale = _load_pre_affine(base, scale, ROWS)
     norm = tl.load(norm_weight + d)[None, :]
@@ -754,11 +733,7 @@ def hyper_connection_site(
         _store_each(streams + start * (4 * D) + at, n, D, mask)
     row = partials + (split * BT + local)[:, None] * ROW
     if ROWS > 0:
-        if BT >= 64:
-            products = _add_halves(_project(tl.zeros((BT, 64), tl.float32), n, weights))
-        else:
-            products = _project_apart(n, high, low)
-        tl.store(row + coefficient[None, :], products, mask=mask & (coefficient < 24)[None, :])
+        tl.store(row + coefficient[None, :], _project_apart(n, high, low), mask=mask & (coefficient < 24)[None, :])
     if OWN_PRE:
         sums = _gram(n)
     else:
@@ -770,68 +745,26 @@ def hyper_connection_site(
         tl.store(mean + start * D + x_at, _mean(n), mask=mask)
 
     first_owned, rows = split * OWNED, tl.minimum(left, BT)
-    if RELAY:
-        # The owner of a token adds up its sums and passes the result on, or everybody would read the sums of all tokens.
-        relay = partials_of_all + (tl.num_programs(0) * BT + start) * ROW
-        arrivals += 2 * group
-        if SPLITS > 1:
-            seen = _read_counter(arrivals + 1)
-            before = _arrive(arrivals, split == 0, SPLITS)
-        else:
-            tl.debug_barrier()
-        if first_owned < BT:
-            if SPLITS > 1:
-                _await(arrivals, before)
-            owned_row = relay + (first_owned + tl.arange(0, OWNED)) * ROW
-            if ROWS > 0:
-                owned = _gather(partials, first_owned, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED)
-            if OWN_PRE:
-                gathered = _gather(partials, first_owned, rows, 20, OWNED, 16, BT, SPLITS, CHUNK_OWNED)
-                own, owned_factor = _own_pre(_sum_gathered(gathered, 16), pre_base, pre_scale, rms_eps, eps, D)
-                _store_each(owned_row, own, 1, None)
-            else:
-                owned_square = tl.sum(_gather(partials, first_owned, rows, 25, OWNED, 1, BT, SPLITS, CHUNK_OWNED), axis=0)
-                owned_factor = 1.0 / tl.sqrt(owned_square / D + rms_eps)
-            tl.store(owned_row + 4, owned_factor)
-            if ROWS > 0:
-                tl.store(owned_row[:, None] + 8 + coefficient[None, :], _sum_gathered(owned, 32))
-            if SPLITS > 1:
-                _arrive(arrivals + 1, split == 0, BT // OWNED)
-        if SPLITS > 1:
-            _await(arrivals + 1, seen)
-        else:
-            tl.debug_barrier()
-        if OWN_PRE:
-            y = _collapse(n, _load4(relay + local[:, None] * ROW, 0, 1, None))
-        factor = tl.load(relay + local * ROW + 4)
+    if SPLITS > 1:
+        _await(arrivals + group, _arrive(arrivals + group, split == 0, SPLITS))
     else:
-        if SPLITS > 1:
-            _await(arrivals + group, _arrive(arrivals + group, split == 0, SPLITS))
-        else:
-            tl.debug_barrier()
-        if ROWS > 0:  # loads before the first of the other sums is used
-            owned = _gather(partials, first_owned, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED)
-        if OWN_PRE:
-            totals = _sum_gathered(_gather(partials, 0, left, 20, BT, 16, BT, SPLITS, CHUNK), 16)
-            own, factor = _own_pre(totals, pre_base, pre_scale, rms_eps, eps, D)
-            y = _collapse(n, (own[0][:, None], own[1][:, None], own[2][:, None], own[3][:, None]))
-        else:
-            totals = tl.sum(_gather(partials, 0, left, 25, BT, 1, BT, SPLITS, CHUNK), axis=0)
-            factor = 1.0 / tl.sqrt(totals / D + rms_eps)
+        tl.debug_barrier()
+    if ROWS > 0:  # loads before the first of the other sums is used
+        owned = _gather(partials, first_owned, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED)
+    if OWN_PRE:
+        totals = _sum_gathered(_gather(partials, 0, left, 20, BT, 16, BT, SPLITS, CHUNK), 16)
+        own, factor = _own_pre(totals, pre_base, pre_scale, rms_eps, eps, D)
+        y = _collapse(n, (own[0][:, None], own[1][:, None], own[2][:, None], own[3][:, None]))
+    else:
+        totals = tl.sum(_gather(partials, 0, left, 25, BT, 1, BT, SPLITS, CHUNK), axis=0)
+        factor = 1.0 / tl.sqrt(totals / D + rms_eps)
     normed = y.to(tl.float32) * factor[:, None] * norm
     tl.store(x + x_at, normed.to(tl.bfloat16), mask=mask)
     if ROWS == 24:
         post_out += start * 4
         comb_out += start * 16
     squares: tl.constexpr = 4 if OWN_PRE else 1
-    if RELAY:  # one program, with all lanes, where many do the same; elsewhere each its own, to have them soon
-        if ROWS > 0 and split == SPLITS - 1:
-            all_sums = tl.load(relay + local[:, None] * ROW + 8 + coefficient[None, :])
-            _coefficients(
-                all_sums, all_base, all_scale, pre_out + start * 4, post_out, comb_out, 0, rows, rms_eps, eps,
-                D, ROWS, squares, ITERATIONS,
-            )  # fmt: skip
-    elif ROWS > 0 and first_owned < BT:
+    if ROWS > 0 and first_owned < BT:
         _coefficients(
             _sum_gathered(owned, 32), all_base, all_scale, pre_out + start * 4, post_out, comb_out, first_owned, rows, rms_eps, eps,
             D, ROWS, squares, ITERATIONS,
@@ -965,12 +898,12 @@ def aot_cases() -> list[AotCase]:
     both, hopper = (HOPPER, BLACKWELL), (HOPPER,)
     sites = [("expand", 24, own, 5120, tokens, both) for own in (True, False) for tokens in (8, 512)]
     sites += [("expand", 24, True, hidden, tokens, hopper) for hidden, tokens in ((5120, 1), (4096, 512), (7168, 8), (7168, 512))]
-    sites += [("expand", 24, own, 5120, 64, hopper) for own in (True, False)]
+    sites += [("expand", 24, own, 5120, tokens, hopper) for own in (True, False) for tokens in (64, 4096)]
     forms = [("embedding", 24, True), ("embedding", 24, False), ("streams", 24, False), ("expand", 4, True), ("expand", 0, False)]
     sites += [(*form, 4096, tokens, hopper) for form in forms for tokens in (8, 300)]
     cases = []
     for source, rows, own, hidden, tokens, archs in sites:
-        config = launch_config(tokens, hidden, 132)
+        config = launch_config(tokens, hidden, 132, own)
         constants = {"D": hidden, "SOURCE": source, "ROWS": rows, "OWN_PRE": own, "MEAN": not own, "ITERATIONS": 20}
         kernels = [(hyper_connection_site, _site_constants(config), config.num_warps)]
         if not config.one_launch:

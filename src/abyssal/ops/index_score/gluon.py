@@ -208,7 +208,6 @@ def _index_score_kernel_sm90(
     MAXIMA: gl.constexpr,
     STAGES: gl.constexpr,  # tiles in shared memory, a power of two
     TILES: gl.constexpr,  # per page
-    EARLY: gl.constexpr,
 ):
     """A row of work is QUERIES queries of a sequence against its pages; programs take equal shares of all rows' tiles."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
@@ -278,24 +277,14 @@ def _index_score_kernel_sm90(
                 packed, next_scale = _take_tile(words, scales, tile + 1, STAGES, MMA)
                 _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES)
                 page = _page(pages, ahead + 1, last, TILES)
-                if EARLY:
-                    keys = _widen(packed, next_scale, LAYOUT, MMA)
-                    dots = warpgroup_mma_wait(0, deps=(dots,))
-                else:
-                    dots, packed = warpgroup_mma_wait(0, deps=(dots, packed))
-                    keys = _widen(packed, next_scale, LAYOUT, MMA)
-                next_dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
+                dots, packed = warpgroup_mma_wait(0, deps=(dots, packed))
+                next_dots = _multiply(_widen(packed, next_scale, LAYOUT, MMA), q_shared.index(0), HEADS, MMA)
                 _store_scores(dots, w, scale, tile, reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
                 packed, scale = _take_tile(words, scales, tile + 2, STAGES, MMA)
                 _copy_tile(pool, page, page_words, words, scales, ahead + 1, last, STAGES, TILES)
                 page = _page(pages, ahead + 2, last, TILES)
-                if EARLY:
-                    keys = _widen(packed, scale, LAYOUT, MMA)
-                    next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
-                else:
-                    next_dots, packed = warpgroup_mma_wait(0, deps=(next_dots, packed))
-                    keys = _widen(packed, scale, LAYOUT, MMA)
-                dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
+                next_dots, packed = warpgroup_mma_wait(0, deps=(next_dots, packed))
+                dots = _multiply(_widen(packed, scale, LAYOUT, MMA), q_shared.index(0), HEADS, MMA)
                 next_reach = gl.where(tile + 1 < last, reach, 0)
                 _store_scores(next_dots, w, next_scale, tile + 1, next_reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
             warpgroup_mma_wait(0, deps=(dots,))
@@ -329,7 +318,6 @@ class ScoreConfig:
     queries: int  # consecutive queries of a sequence that share the keys of a tile
     stages: int  # tiles in shared memory per program, a power of two, all but one of them on their way
     registers: int  # per thread at most
-    early: bool = False  # widen a tile before the product of the one before has ended
 
 
 def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
@@ -391,7 +379,6 @@ def index_score(
         MAXIMA=maxima is not None,
         STAGES=config.stages,
         TILES=entries_per_page // KEYS_PER_TILE,
-        EARLY=config.early,
         num_warps=4,
         maxnreg=config.registers,
     )
@@ -416,7 +403,6 @@ def aot_cases() -> list[AotCase]:
                 "MAXIMA": True,
                 "STAGES": 4,
                 "TILES": 1,
-                "EARLY": False,
             },
             num_warps=4,
             aligned=("q", *pointers, "page_words", "out_stride", "maxima_stride"),

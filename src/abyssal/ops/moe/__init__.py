@@ -36,8 +36,13 @@ def expert_layer(x: Tensor, token_ids: Tensor, layer: ExpertLayer) -> Tensor:
     ids = None if layer.tid2eid is None else layer.tid2eid[token_ids]
     experts, weights = route(x, layer.gate, layer.bias, ids, layer.k, layer.scale, layer.temperature)
     routed = moe(x, experts, weights, layer.w13, layer.w2, layer.limit)  # fp32
-    shared = swiglu(linear(x, layer.shared_w1), linear(x, layer.shared_w3), None, layer.limit, x.dtype)
-    return (routed + linear(shared, layer.shared_w2)).to(x.dtype)
+    return (routed + shared_expert(x, layer)).to(x.dtype)
+
+
+def shared_expert(x: Tensor, layer: ExpertLayer) -> Tensor:
+    """[T, D] -> [T, D]."""
+    hidden = swiglu(linear(x, layer.shared_w1), linear(x, layer.shared_w3), None, layer.limit, x.dtype)
+    return linear(hidden, layer.shared_w2)
 
 
 def route(
@@ -68,15 +73,17 @@ def swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, limit: float, dtype:
     return (act if weight is None else act * weight).to(dtype)
 
 
-def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float) -> Tensor:
+def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float, first: int = 0) -> Tensor:
     """Sum of the chosen experts' outputs: x [T, D], experts int64 [T, k], weights fp32 [T, k] -> fp32 [T, D].
 
-    w13 is stacked [E, 2 I, D] (gate rows, then up rows), w2 [E, D, I].
+    w13 is stacked [E, 2 I, D] (gate rows, then up rows), w2 [E, D, I], of experts first .. first + E - 1; others give 0.
     """
     tokens, k = experts.shape
-    flat = experts.flatten()
+    num_experts = w13.data.shape[0]
+    local = experts - first
+    flat = torch.where((local < 0) | (local >= num_experts), num_experts, local).flatten()
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=w13.data.shape[0]).tolist()
+    counts = torch.bincount(flat, minlength=num_experts + 1).tolist()[:num_experts]
     rows = order // k
     xs, ws = x.index_select(0, rows), weights.flatten()[order].unsqueeze(1)
     sorted_out = torch.empty_like(xs)
@@ -86,9 +93,10 @@ def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: Line
             part = slice(start, start + count)
             sorted_out[part] = _expert(xs[part], ws[part], w13.expert(index), w2.expert(index), limit)
             start += count
+    sorted_out[start:] = 0.0
     out = torch.empty_like(sorted_out)
     out[order] = sorted_out
-    return out.view(tokens, k, -1).sum(1, dtype=torch.float32)
+    return out.view(tokens, k, x.shape[1]).sum(1, dtype=torch.float32)
 
 
 def _expert(x: Tensor, weight: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float) -> Tensor:

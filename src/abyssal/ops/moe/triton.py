@@ -1,4 +1,6 @@
-"""The expert layer in launches of a fixed grid: route, plan, gate and up with SwiGLU, down, sum (V4 spec 2.11, 3.3, V4.1 spec 3.7).
+"""The expert layer in launches of a fixed grid: choice, plan, gate and up with SwiGLU, down, sum (V4 spec 2.11, 3.3, V4.1 spec 3.7).
+
+The router's logits and the shared expert are products of `ops/linear`.
 
 Weights stay as the checkpoint stores them and become bf16 in registers, where a code times its power-of-two scale is exact. The codes'
 bits are placed as a bf16 exponent and mantissa, so that one product per two values removes the bias and applies the scale.
@@ -22,6 +24,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv.layouts import Grid
 from abyssal.ops._aot import AotCase
@@ -38,10 +41,10 @@ from abyssal.ops._records import (
     to_fp32,
 )
 from abyssal.ops.linear import LinearWeight, dequantize
+from abyssal.ops.linear.triton import PreparedLinear, linear, prepare_linear
 from abyssal.ops.moe import ExpertLayer
 
 CHUNK = tl.constexpr(128)  # values along K per step: one word of four scales per row
-GATE_STEP = tl.constexpr(256)  # values along K per partial sum of the router's logits
 # Scales enter as 2^(byte - 127 - 32): with the bias of the placed bits they stay within bf16 up to 2^33. Sums are multiplied by 2^32.
 SCALE_DOWN = 32
 SUM_FLOOR = tl.constexpr(1e-20)  # scores may all underflow to 0
@@ -120,13 +123,13 @@ def _scale_bytes(weight: LinearWeight) -> Tensor | None:
 class KernelExperts:
     """`ExpertLayer` as the kernels read it."""
 
-    gate: Tensor  # bf16 [P, E, D], the sum of P parts is the router's weight exactly; E padded to 64, D to 256
+    gate: PreparedLinear
     bias: Tensor | None  # fp32 [E]
     tid2eid: Tensor | None  # int32 [V, k]
     w13: KernelWeight
     w2: KernelWeight
-    shared_w13: KernelWeight
-    shared_w2: KernelWeight
+    shared_in: PreparedLinear  # w1 and w3
+    shared_out: PreparedLinear
     num_experts: int
     k: int
     scale: float
@@ -136,41 +139,20 @@ class KernelExperts:
 
 def prepare_experts(layer: ExpertLayer) -> KernelExperts:
     """The weights of an expert layer; FP4 and FP8 data of released sizes is shared, not copied."""
-    shared = _stacked(layer.shared_w1, layer.shared_w3)
     return KernelExperts(
-        _gate_parts(layer.gate),
+        prepare_linear([layer.gate]),
         layer.bias,
         None if layer.tid2eid is None else layer.tid2eid.int(),
         prepare_weight(layer.w13, 2),
         prepare_weight(layer.w2),
-        prepare_weight(shared, 2),
-        prepare_weight(layer.shared_w2),
+        prepare_linear([layer.shared_w1, layer.shared_w3]),
+        prepare_linear([layer.shared_w2]),
         layer.gate.shape[0],
         layer.k,
         layer.scale,
         layer.temperature,
         layer.limit,
     )
-
-
-def _stacked(gate: LinearWeight, up: LinearWeight) -> LinearWeight:
-    """w1 and w3 as one matrix: where a scale block would straddle the seam, its rows are written out."""
-    if gate.scale is None or up.scale is None or gate.block is None:
-        return LinearWeight(torch.cat([gate.data, up.data]), None, "plain", None, gate.quantize_input)
-    height, width = gate.block
-    rows = gate.shape[0]
-    scales = [part.scale.repeat_interleave(height, 0)[:rows] for part in (gate, up) if part.scale is not None]
-    return LinearWeight(torch.cat([gate.data, up.data]), torch.cat(scales), gate.format, (1, width), gate.quantize_input)
-
-
-def _gate_parts(gate: Tensor) -> Tensor:
-    parts: list[Tensor] = []
-    rest = gate.float()
-    while not parts or rest.any():
-        parts.append(rest.bfloat16())
-        rest = rest - parts[-1].float()
-    padding = (0, -gate.shape[1] % GATE_STEP.value, 0, -gate.shape[0] % 64)
-    return F.pad(torch.stack(parts), padding).contiguous()
 
 
 # Launch configs
@@ -193,18 +175,25 @@ class MoeConfig:
     up: ProductConfig
     down: ProductConfig
 
+    @classmethod
+    def of(cls, block_tokens: int, block_rows: int, chunks: int, warps: int) -> MoeConfig:
+        """Both products alike."""
+        product = ProductConfig(block_tokens, block_rows, chunks, warps)
+        return cls(product, product)
+
 
 def moe_config(choices: int, experts: int, batch_invariant: bool = False) -> MoeConfig:
     """By the mean number of tokens per expert. Only the kernel decides the bits of a token, so invariance means the one for few tokens.
 
-    The shared expert is one expert of all tokens: up to 64 of them, blocks that share its weights through L2 fill the GPU.
+    Measured on an H200 with 256 experts: blocks of 8 tokens, 32 rows of weights per program reach 84 % of the memory's roof at 32 and 64
+    tokens, 16 rows are better at 1; from 128 tokens on blocks of 16 through shared memory, at 4,096 blocks of 128.
     """
     mean = choices / experts
-    if mean <= 16 or choices <= 64 or batch_invariant:
-        product = ProductConfig(8 if mean <= 4 else 16, 16 if choices <= 16 else 32, 2, 1)
-    else:
-        product = ProductConfig(64, 128, 3, 4) if mean <= 64 else ProductConfig(128, 128, 3, 8)
-    return MoeConfig(product, product)
+    if mean <= 2 or batch_invariant:
+        return MoeConfig.of(8, 16 if choices <= 16 else 32, 2, 1)
+    if mean <= 16:
+        return MoeConfig.of(16, 128, 3, 4)
+    return MoeConfig.of(64, 128, 3, 4) if mean <= 56 else MoeConfig.of(128, 128, 3, 8)
 
 
 def num_blocks(choices: int, experts: int, block_tokens: int) -> int:
@@ -250,9 +239,10 @@ def rounded(x, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, quan
     """x fp32 [ROWS, WIDTH] on the e4m3 grid with a scale per tile, dequantised (V4 spec 3.2)."""
     if quant is None:
         return x
-    scaled, _, scale = scale_tiles(x, quant, ROWS, WIDTH)
-    tiles = tl.reshape(e4m3_values(e4m3_codes(scaled)), (ROWS, WIDTH // TILE, TILE)) * scale[:, :, None]
-    return tl.reshape(tiles, (ROWS, WIDTH))
+    else:
+        scaled, _, scale = scale_tiles(x, quant, ROWS, WIDTH)
+        tiles = tl.reshape(e4m3_values(e4m3_codes(scaled)), (ROWS, WIDTH // TILE, TILE)) * scale[:, :, None]
+        return tl.reshape(tiles, (ROWS, WIDTH))
 
 
 # Weights as operands
@@ -461,14 +451,16 @@ def _zeros(TILES, TOKENS):
 
 
 @triton.jit
-def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS):
+def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS, WAIT):
     """Products of the input's rows with TILES times 16 rows of weights, those of tile t are `row` + t `gap` of the matrix at w.
 
-    Returns a tuple of fp32 [16, TOKENS]. The loads of the next step run ahead.
+    Returns a tuple of fp32 [16, TOKENS]. The loads of the next step run ahead; with WAIT the first do not wait for the input.
     """
     STEPS: tl.constexpr = K // 128 // CHUNKS
     sums = _zeros(TILES, TOKENS)
     data, scales = _load_weights(w, s, row, gap, 0, K, TILES, CHUNKS, FORMAT)
+    if WAIT:
+        gdc_wait()
     for step in range(STEPS):
         ahead = tl.minimum(step + 1, STEPS - 1) * CHUNKS
         later, later_scales = _load_weights(w, s, row, gap, ahead, K, TILES, CHUNKS, FORMAT)
@@ -526,67 +518,28 @@ def _softplus(z):
 
 
 @triton.jit
-def _add_logits(total, gate, x, start, live, D, DP, EP, PARTS, TILES, TOKENS):
-    """Add the products of 256 columns from `start` to a tuple of fp32 [16, TOKENS]; gate: pointers [16, 16] to words of them."""
-    sums = _zeros(TILES, TOKENS)
-    for part in tl.static_range(PARTS):
-        for column in tl.static_range(0, 256, 32):
-            at = start + column + tl.arange(0, 32)[None, :]
-            operand = _plain_input_tile(x + at, live if D == DP else live & (at < D), TOKENS)
-            new = ()
-            for tile in tl.static_range(TILES):
-                a, b = _unpack_plain(tl.load(gate + (part * EP + tile * 16) * (DP // 2) + column // 2))
-                new = new + (tl.dot(_plain_tile(a, b, 16, 1), operand, sums[tile]),)
-            sums = new
-    new = ()
-    for tile in tl.static_range(TILES):
-        new = new + (total[tile] + sums[tile],)
-    return new
+def _take_over(EARLY: tl.constexpr):
+    """Start of a kernel that may be launched before the one before it ends: wait for that, then let the next one start."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def moe_logits(
-    x, gate, partials, tokens, inverse_temperature,
-    D: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr,
-    RUN: tl.constexpr,
-):  # fmt: skip
-    """Router logits in steps of 256 columns: RUN steps are added up in order here, the others by `moe_route`.
-
-    x bf16 [T, D]; gate bf16 [PARTS, EP, DP] as int32 pairs -> partials fp32 [DP / 256 / RUN, T, EP].
-    """
-    expert = tl.program_id(0) * (16 * TILES)
-    run = tl.program_id(1)
-    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    live = (token < tokens)[:, None]
-    row = tl.arange(0, 16)
-    total = _zeros(TILES, TOKENS)
-    rows = gate + (expert + row)[:, None] * (DP // 2) + tl.arange(0, 16)[None, :]
-    for step in range(RUN):
-        start = (run * RUN + step) * 256
-        total = _add_logits(
-            total, rows + start // 2, x + token.to(tl.int64)[:, None] * D, start, live, D, DP, EP, PARTS, TILES, TOKENS
-        )
-    here = partials + (run.to(tl.int64) * tokens + token[None, :]) * EP + expert
-    for tile in tl.static_range(TILES):
-        tl.store(here + tile * 16 + row[:, None], total[tile] * inverse_temperature, mask=(token < tokens)[None, :])
-
-
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def moe_route(
-    partials, bias, tid2eid, token_ids, x, experts, weights, inputs, tokens, scale,
-    E: tl.constexpr, EP: tl.constexpr, STRIDE: tl.constexpr, RUNS: tl.constexpr, CHOICES: tl.constexpr, D: tl.constexpr,
+    logits, logits_stride, bias, tid2eid, token_ids, x, experts, weights, inputs, scale, temperature,
+    E: tl.constexpr, EP: tl.constexpr, CHOICES: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr, STEPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token per program: its experts int32 [T, k] and weights fp32 [T, k], and its input on the products' grid, bf16 [T, DP].
 
     A token id below 0 marks a row that only fills up the batch: its experts are -1.
     """
+    _take_over(EARLY)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EP)
-    here = partials + token * STRIDE + expert
-    z = tl.load(here, mask=expert < E, other=0.0)
-    for run in tl.static_range(1, RUNS):
-        z += tl.load(here + run * tokens.to(tl.int64) * STRIDE, mask=expert < E, other=0.0)
+    z = tl.load(logits + token * logits_stride + expert, mask=expert < E, other=0.0) / temperature
     identity = tl.load(token_ids + token)
     _store_input(x + token * D, inputs + token * DP, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
     scores = tl.sqrt_rn(_softplus(z))
@@ -623,22 +576,21 @@ def _store_input(
         tl.store(inputs + place(k, FORMAT, STEPS), to_bf16(rounded(raw, TILE, 1, WIDTH, quant)), mask=k < DP)
 
 
-@triton.jit(do_not_specialize=["blocks"])
-def moe_input(
-    x, inputs, arrivals, blocks, ARRIVALS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
-    STEPS: tl.constexpr,
-):  # fmt: skip
-    """The input of the shared expert: x [T, D] -> bf16 [T, DP] on the products' grid and in their order; arrivals as in `moe_plan`."""
+@triton.jit
+def moe_swiglu(gate, up, gate_stride, up_stride, out, limit, I: tl.constexpr, WIDTH: tl.constexpr):
+    """The shared expert's hidden values bf16 [T, I] from bf16 w1 x and w3 x."""
     token = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, padded_count(ARRIVALS))
-    tl.store(arrivals + token * ARRIVALS + index, 0, mask=(token < blocks) & (index < ARRIVALS))
-    _store_input(x + token * D, inputs + token * DP, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    kept = column < I
+    g = to_fp32(tl.load(gate + token * gate_stride + column, mask=kept, other=0.0))
+    u = to_fp32(tl.load(up + token * up_stride + column, mask=kept, other=0.0))
+    tl.store(out + token * I + column, to_bf16(_swiglu(g, u, limit)), mask=kept)
 
 
 @triton.jit(do_not_specialize=["choices", "blocks"])
 def moe_plan(
     experts, order, plan, arrivals, choices, blocks, first,
-    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, ARRIVALS: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, ARRIVALS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sort the choices by expert, stable, and cut each expert's into blocks; program e writes those of expert e.
 
@@ -646,6 +598,7 @@ def moe_plan(
     that the routing leaves empty, which the last program writes. Experts outside `first` .. `first` + E are left out. arrivals int32
     [blocks, ARRIVALS] becomes 0.
     """
+    _take_over(EARLY)
     expert = tl.program_id(0)
     lane = tl.arange(0, SPAN)
     bins = tl.arange(0, EP)
@@ -681,67 +634,57 @@ def moe_plan(
 
 
 @triton.jit
-def _block(plan, tokens, blocks, TOKENS: tl.constexpr):
-    """Expert, first place and end of this program's block; without a plan one expert takes all tokens in order."""
-    block = tl.program_id(1)
-    if plan is None:
-        expert = 0
-        start = block * TOKENS
-        end = tl.minimum(start + TOKENS, tokens)
-    else:
-        expert = tl.load(plan + block)
-        start = tl.load(plan + blocks + block)
-        end = tl.load(plan + 2 * blocks + block)
-    return expert, start, end
+def _swiglu(gate, up, limit):
+    """silu(min(gate, limit)) clamp(up, -limit, limit) of fp32 values (V4 spec 2.11)."""
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate / (1.0 + tl.exp(-gate)) * tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _swiglu(sums, weight, limit, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+def _hidden(sums, weight, limit, ROWS: tl.constexpr, TOKENS: tl.constexpr):
     """sums [2 ROWS, TOKENS], in every 16 rows 8 of the gate and 8 of up -> bf16 [ROWS, TOKENS] (V4 spec 2.11, 3.5)."""
     pairs = tl.permute(tl.reshape(sums, (ROWS // 8, 2, 8, TOKENS)), (0, 2, 3, 1))
     gate, up = tl.split(tl.reshape(pairs, (ROWS, TOKENS, 2)))
-    gate = tl.minimum(round_like(gate, True), limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.minimum(round_like(up, True), limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
-    return to_bf16(gate / (1.0 + tl.exp(-gate)) * up * weight)
+    return to_bf16(_swiglu(round_like(gate, True), round_like(up, True), limit) * weight)
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks"])
+@triton.jit(do_not_specialize=["blocks"])
 def moe_up(
-    inputs, w, s, plan, order, weights, hidden, arrivals, tokens, blocks, limit,
+    inputs, w, s, plan, order, weights, hidden, arrivals, blocks, limit,
     K: tl.constexpr, I: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     WARPS: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """hidden bf16 [places, I] = silu(w1 x) (w3 x) weight, on the grid and in the order of the second product's input.
 
     Where a tile of that grid spans several programs, the last of them to arrive rounds it.
     """
-    expert, start, end = _block(plan, tokens, blocks, TOKENS)
+    _take_over(EARLY)
+    block = tl.program_id(1)
+    expert = tl.load(plan + block)
+    start = tl.load(plan + blocks + block)
+    end = tl.load(plan + 2 * blocks + block)
     if expert < 0:
         return
     first = tl.program_id(0) * (ROWS // 2)
     places = start + tl.arange(0, TOKENS)
     kept = places < end
-    if plan is None:
-        token = places
-        weight = 1.0
-    else:
-        choice = tl.load(order + places, mask=kept, other=0)
-        token = choice // CHOICES
-        weight = tl.load(weights + choice, mask=kept, other=0.0)[None, :]
-    x = inputs + token.to(tl.int64)[:, None] * K
+    choice = tl.load(order + places, mask=kept, other=0)
+    weight = tl.load(weights + choice, mask=kept, other=0.0)[None, :]
+    x = inputs + (choice // CHOICES).to(tl.int64)[:, None] * K
     WORDS: tl.constexpr = row_words(K, FORMAT)
-    w += expert.to(tl.int64) * (2 * I * WORDS) if plan is not None else 0
+    w += expert.to(tl.int64) * (2 * I * WORDS)
     if FORMAT != "plain":
-        s += expert.to(tl.int64) * (2 * I * (K // 128)) if plan is not None else 0
+        s += expert.to(tl.int64) * (2 * I * (K // 128))
     BIAS: tl.constexpr = 1.0 if FORMAT == "plain" else 2.0**32
     to_hidden = hidden + places.to(tl.int64)[None, :] * I
     if WARPS == 1:
         row = tl.arange(0, 16)
         row = first + row % 8 + row // 8 * I
-        sums = _products(w, s, row, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS)
+        sums = _products(w, s, row, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, False)
         for tile in tl.static_range(ROWS // 16):
-            value = _swiglu(sums[tile] * BIAS, weight, limit, 8, TOKENS)
+            value = _hidden(sums[tile] * BIAS, weight, limit, 8, TOKENS)
             column = first + tile * 8 + tl.arange(0, 8)[:, None]
             tl.store(to_hidden + place(column, OUT, WARPS > 1), value, mask=kept[None, :])
     else:
@@ -749,7 +692,7 @@ def moe_up(
         row = first + row // 16 * 8 + row % 8 + row // 8 % 2 * I
         scales = s if FORMAT == "plain" else s + row * (K // 128)
         acc = _product(w + row[:, None] * WORDS, scales, x, kept[:, None], K, ROWS, TOKENS, FORMAT, CHUNKS, WARPS)
-        value = _swiglu(acc * BIAS, weight, limit, ROWS // 2, TOKENS)
+        value = _hidden(acc * BIAS, weight, limit, ROWS // 2, TOKENS)
         column = first + tl.arange(0, ROWS // 2)[:, None]
         tl.store(to_hidden + place(column, OUT, WARPS > 1), value, mask=kept[None, :])
     if quant is not None:
@@ -757,7 +700,7 @@ def moe_up(
         tl.debug_barrier()
         ready = True
         if SPAN > ROWS // 2:
-            counter = arrivals + tl.program_id(1) * (I // SPAN) + first // SPAN
+            counter = arrivals + block * (I // SPAN) + first // SPAN
             ready = tl.atomic_add(counter, 1, sem="acq_rel") == SPAN // (ROWS // 2) - 1
         if ready:
             span = first // SPAN * SPAN + tl.arange(0, SPAN)[None, :]
@@ -766,34 +709,43 @@ def moe_up(
             tl.store(here, to_bf16(rounded(raw, TILE, TOKENS, SPAN, quant)), mask=kept[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks"])
+@triton.jit(do_not_specialize=["blocks"])
 def moe_down(
-    hidden, w, s, plan, order, outputs, tokens, blocks,
+    hidden, w, s, plan, order, outputs, blocks,
     K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
-    FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """outputs bf16 [choices, N] = w2 hidden; without a plan [T, N]."""
-    expert, start, end = _block(plan, tokens, blocks, TOKENS)
+    """outputs bf16 [choices, N] = w2 hidden. What `moe_plan` wrote is there since `moe_up` began; only `hidden` has to be waited for."""
+    if EARLY:
+        gdc_launch_dependents()
+    block = tl.program_id(1)
+    expert = tl.load(plan + block)
+    start = tl.load(plan + blocks + block)
+    end = tl.load(plan + 2 * blocks + block)
     if expert < 0:
+        if EARLY:
+            gdc_wait()
         return
     first = tl.program_id(0) * ROWS
     places = start + tl.arange(0, TOKENS)
     kept = places < end
-    choice = places if plan is None else tl.load(order + places, mask=kept, other=0)
+    choice = tl.load(order + places, mask=kept, other=0)
     x = hidden + places.to(tl.int64)[:, None] * K
     WORDS: tl.constexpr = row_words(K, FORMAT)
-    w += expert.to(tl.int64) * (N * WORDS) if plan is not None else 0
+    w += expert.to(tl.int64) * (N * WORDS)
     if FORMAT != "plain":
-        s += expert.to(tl.int64) * (N * (K // 128)) if plan is not None else 0
+        s += expert.to(tl.int64) * (N * (K // 128))
     BIAS: tl.constexpr = 1.0 if FORMAT == "plain" else 2.0**32
     to_output = outputs + choice.to(tl.int64)[None, :] * N + first
     if WARPS == 1:
         row = first + tl.arange(0, 16)
-        sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS)
+        sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, EARLY)
         for tile in tl.static_range(ROWS // 16):
             value = to_bf16(sums[tile] * BIAS)
             tl.store(to_output + tile * 16 + tl.arange(0, 16)[:, None], value, mask=kept[None, :])
     else:
+        if EARLY:
+            gdc_wait()
         row = first + _operand_row(tl.arange(0, ROWS), WARPS)
         scales = s if FORMAT == "plain" else s + row * (K // 128)
         acc = _product(w + row[:, None] * WORDS, scales, x, kept[:, None], K, ROWS, TOKENS, FORMAT, CHUNKS, WARPS)
@@ -804,8 +756,11 @@ def moe_down(
 def moe_sum(
     outputs, experts, shared, token_ids, out, first,
     E: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out bf16 [T, D]: the outputs of a token's choices in their order, then the shared expert's, in fp32."""
+    """out bf16 or fp32 [T, D]: the outputs of a token's choices in their order, then the shared expert's if given, in fp32."""
+    if EARLY:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     kept = column < D
@@ -814,8 +769,9 @@ def moe_sum(
         expert = tl.load(experts + token * CHOICES + j) - first
         here = kept & (expert >= 0) & (expert < E)
         total += to_fp32(tl.load(outputs + (token * CHOICES + j) * N + column, mask=here, other=0.0))
-    live = kept & (tl.load(token_ids + token) >= 0)
-    total += to_fp32(tl.load(shared + token * N + column, mask=live, other=0.0))
+    if shared is not None:
+        live = kept & (tl.load(token_ids + token) >= 0)
+        total += to_fp32(tl.load(shared + token * D + column, mask=live, other=0.0))
     store_like(out + token * D + column, total, mask=kept)
 
 
@@ -832,7 +788,13 @@ class Choice:
 
 
 def moe(
-    x: Tensor, token_ids: Tensor, experts: KernelExperts, *, batch_invariant: bool = False, config: MoeConfig | None = None
+    x: Tensor,
+    token_ids: Tensor,
+    experts: KernelExperts,
+    *,
+    batch_invariant: bool = False,
+    beside: torch.cuda.Stream | None = None,
+    config: MoeConfig | None = None,
 ) -> Tensor:
     """`abyssal.ops.moe.expert_layer` for bf16: x [T, D], token_ids int [T] -> bf16 [T, D].
 
@@ -840,6 +802,7 @@ def moe(
 
     Args:
         batch_invariant: a token's bits do not depend on the other tokens.
+        beside: a stream on which the shared expert runs beside the routed ones.
 
     Raises:
         TypeError, ValueError: x or token_ids are not of these kinds.
@@ -848,8 +811,17 @@ def moe(
     if len(x) == 0:
         return torch.empty_like(x)
     config = config or moe_config(len(x) * experts.k, experts.w13.shape[0], batch_invariant)
-    shared = shared_expert(x, experts, moe_config(len(x), 1, batch_invariant))
-    return moe_total(routed_experts(route(x, token_ids, experts, config), experts, config), shared, token_ids, x.shape[1])
+    if beside is None:
+        shared = shared_expert(x, experts, batch_invariant)
+        routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
+        return moe_total(routed, shared, token_ids, early=x.is_cuda)
+    here = torch.cuda.current_stream(x.device)
+    beside.wait_stream(here)
+    with torch.cuda.stream(beside):
+        shared = shared_expert(x, experts, batch_invariant)
+    routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
+    here.wait_stream(beside)
+    return moe_total(routed, shared, token_ids, early=False)  # it follows two kernels
 
 
 def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
@@ -861,26 +833,17 @@ def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
         raise ValueError(f"token_ids is {token_ids.dtype} {tuple(token_ids.shape)}, expected int [{len(x)}]")
 
 
-def route(x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfig) -> Choice:
-    """Choose experts, and round the input to the grid of the experts' first product: two launches."""
+def route(x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfig, batch_invariant: bool = False) -> Choice:
+    """Choose experts, and round the input to the grid of the experts' first product."""
     tokens, dim = x.shape
-    parts, padded, width = experts.gate.shape
-    steps = width // GATE_STEP.value
-    few = tokens <= 64
-    runs, tiles, block = (steps, 1, 8) if few else (1, 4, 64)
-    partials = torch.empty(runs, tokens, padded, dtype=torch.float32, device=x.device)
-    moe_logits[(padded // (16 * tiles), runs, triton.cdiv(tokens, block))](
-        x, experts.gate.view(torch.int32), partials, tokens, 1 / experts.temperature, D=dim, DP=width, EP=padded, PARTS=parts, TILES=tiles,
-        TOKENS=block, RUN=steps // runs, num_warps=1, num_stages=1,
-    )  # fmt: skip
+    (logits,) = linear(x, experts.gate, batch_invariant=batch_invariant)
     chosen = torch.empty(tokens, experts.k, dtype=torch.int32, device=x.device)
     weights = torch.empty(tokens, experts.k, dtype=torch.float32, device=x.device)
-    columns = experts.w13.shape[2]
-    inputs = torch.empty(tokens, columns, dtype=torch.bfloat16, device=x.device)
+    inputs = torch.empty(tokens, experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
     moe_route[(tokens,)](
-        partials, experts.bias, experts.tid2eid, token_ids, x, chosen, weights, inputs, tokens, experts.scale,
-        E=experts.num_experts, EP=triton.next_power_of_2(padded), STRIDE=padded, RUNS=runs, CHOICES=experts.k,
-        **_input_constants(dim, experts.w13, config.up), num_warps=4,
+        logits, logits.stride(0), experts.bias, experts.tid2eid, token_ids, x, chosen, weights, inputs, experts.scale,
+        experts.temperature, E=experts.num_experts, EP=triton.next_power_of_2(experts.num_experts), CHOICES=experts.k,
+        **_input_constants(dim, experts.w13, config.up), EARLY=x.is_cuda, num_warps=4, launch_pdl=x.is_cuda,
     )  # fmt: skip
     return Choice(chosen, weights, inputs)
 
@@ -924,41 +887,53 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     span = min(4096, max(128, triton.next_power_of_2(choices)))
     moe_plan[(count + 1,)](
         choice.experts, order, plan, counters, choices, blocks, first, E=count, EP=triton.next_power_of_2(count),
-        BLOCK=up.block_tokens, SPAN=span, ARRIVALS=arrivals, num_warps=4 if span <= 1024 else 8,
+        BLOCK=up.block_tokens, SPAN=span, ARRIVALS=arrivals, EARLY=choice.inputs.is_cuda, num_warps=4 if span <= 1024 else 8,
+        launch_pdl=choice.inputs.is_cuda,
     )  # fmt: skip
     hidden = torch.empty(choices, inner, dtype=torch.bfloat16, device=device)
     outputs = torch.empty(choices, rows, dtype=torch.bfloat16, device=device)
-    _up(experts.w13, experts.w2, choice.inputs, (plan, order, choice.weights), hidden, counters, choices, k, experts.limit, up)
-    _down(experts.w2, hidden, (plan, order), outputs, choices, down)
+    early = choice.inputs.is_cuda
+    _, up_rows, _ = experts.w13.shape
+    quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
+    moe_up[(up_rows // up.block_rows, blocks)](
+        choice.inputs, experts.w13.words, experts.w13.scale, plan, order, choice.weights, hidden, counters, blocks, experts.limit,
+        K=columns, I=inner, CHOICES=k, TOKENS=up.block_tokens, ROWS=up.block_rows, CHUNKS=up.chunks, WARPS=up.warps,
+        FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early, num_warps=up.warps, num_stages=1,
+        launch_pdl=early,
+    )  # fmt: skip
+    moe_down[(rows // down.block_rows, blocks)](
+        hidden, experts.w2.words, experts.w2.scale, plan, order, outputs, blocks, K=inner, N=rows, TOKENS=down.block_tokens,
+        ROWS=down.block_rows, CHUNKS=down.chunks, WARPS=down.warps, FORMAT=experts.w2.format, EARLY=early, num_warps=down.warps,
+        num_stages=1, launch_pdl=early,
+    )  # fmt: skip
     return Routed(outputs, choice.experts, first, count)
 
 
-def shared_expert(x: Tensor, experts: KernelExperts, config: MoeConfig) -> Tensor:
-    """The shared expert of all tokens: bf16 [T, N], N padded; three launches, which may run beside the routed experts."""
-    tokens, dim = x.shape
-    w13, w2 = experts.shared_w13, experts.shared_w2
-    _, rows, inner = w2.shape
-    up, down = _fitting(config.up, w13.shape[2]), _fitting(config.down, inner)
-    inputs = torch.empty(tokens, w13.shape[2], dtype=torch.bfloat16, device=x.device)
-    blocks = triton.cdiv(tokens, up.block_tokens)
-    arrivals = inner // (w2.tile or inner)
-    counters = torch.empty(blocks, arrivals, dtype=torch.int32, device=x.device)
-    moe_input[(tokens,)](x, inputs, counters, blocks, ARRIVALS=arrivals, **_input_constants(dim, w13, up), num_warps=4)
+def shared_expert(x: Tensor, experts: KernelExperts, batch_invariant: bool = False) -> Tensor:
+    """The shared expert of all tokens: bf16 [T, D]."""
+    gate, up = linear(x, experts.shared_in, batch_invariant=batch_invariant)
+    tokens, inner = gate.shape
     hidden = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
-    outputs = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
-    _up(w13, w2, inputs, (None, None, None), hidden, counters, tokens, 1, experts.limit, up)
-    _down(w2, hidden, (None, None), outputs, tokens, down)
-    return outputs
+    width = min(1024, triton.next_power_of_2(inner))
+    moe_swiglu[(tokens, triton.cdiv(inner, width))](
+        gate, up, gate.stride(0), up.stride(0), hidden, experts.limit, I=inner, WIDTH=width, num_warps=4
+    )
+    return linear(hidden, experts.shared_out, batch_invariant=batch_invariant)[0]
 
 
-def moe_total(routed: Routed, shared: Tensor, token_ids: Tensor, dim: int) -> Tensor:
-    """bf16 [T, D]: the sum of the chosen experts' outputs and the shared expert's."""
+def moe_total(routed: Routed, shared: Tensor, token_ids: Tensor, early: bool) -> Tensor:
+    """bf16 [T, D]: the sum of the chosen experts' outputs and the shared expert's.
+
+    Args:
+        early: may start before the kernel before it ends, which is the last on which it depends.
+    """
     tokens, k = routed.experts.shape
+    dim = shared.shape[1]
     out = torch.empty(tokens, dim, dtype=torch.bfloat16, device=shared.device)
     width = min(1024, triton.next_power_of_2(dim))
     moe_sum[(tokens, triton.cdiv(dim, width))](
-        routed.outputs, routed.experts, shared, token_ids, out, routed.first, E=routed.count, N=shared.shape[1], D=dim, CHOICES=k,
-        WIDTH=width, num_warps=4,
+        routed.outputs, routed.experts, shared, token_ids, out, routed.first, E=routed.count, N=routed.outputs.shape[1], D=dim,
+        CHOICES=k, WIDTH=width, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return out
 
@@ -970,125 +945,68 @@ def _fitting(config: ProductConfig, columns: int) -> ProductConfig:
     return ProductConfig(config.block_tokens, config.block_rows, math.gcd(config.chunks, columns // 128), 1)
 
 
-def _up(
-    w13: KernelWeight,
-    w2: KernelWeight,
-    inputs: Tensor,
-    routing: tuple[Tensor | None, Tensor | None, Tensor | None],
-    hidden: Tensor,
-    counters: Tensor,
-    choices: int,
-    k: int,
-    limit: float,
-    config: ProductConfig,
-) -> None:
-    _, rows, columns = w13.shape
-    quant = None if w2.tile is None else Grid(rows // 2, "e4m3", w2.tile, "ue8m0")
-    plan, order, weights = routing
-    blocks = len(counters)
-    moe_up[(rows // config.block_rows, blocks)](
-        inputs, w13.words, w13.scale, plan, order, weights, hidden, counters, choices, blocks, limit, K=columns, I=rows // 2,
-        CHOICES=k, TOKENS=config.block_tokens, ROWS=config.block_rows, CHUNKS=config.chunks, WARPS=config.warps, FORMAT=w13.format,
-        OUT=w2.format, quant=quant, TILE=w2.tile or 1, num_warps=config.warps, num_stages=1,
-    )  # fmt: skip
-
-
-def _down(
-    w2: KernelWeight,
-    hidden: Tensor,
-    routing: tuple[Tensor | None, Tensor | None],
-    outputs: Tensor,
-    choices: int,
-    config: ProductConfig,
-) -> None:
-    _, rows, columns = w2.shape
-    plan, order = routing
-    blocks = triton.cdiv(choices, config.block_tokens) if plan is None else plan.shape[1]
-    moe_down[(rows // config.block_rows, blocks)](
-        hidden, w2.words, w2.scale, plan, order, outputs, choices, blocks, K=columns, N=rows, TOKENS=config.block_tokens,
-        ROWS=config.block_rows, CHUNKS=config.chunks, WARPS=config.warps, FORMAT=w2.format, num_warps=config.warps, num_stages=1,
-    )  # fmt: skip
-
-
 def aot_cases() -> list[AotCase]:
     flash, v41 = (4096, 2048, 256, 128), (5120, 2304, 384, 32)  # D, I, E, tile of the input's grid
-    few, more, many, most = (ProductConfig(*c) for c in ((8, 16, 2, 1), (16, 32, 2, 1), (64, 128, 3, 4), (128, 128, 3, 8)))
+    few, more, mid, many = (ProductConfig(*c) for c in ((8, 16, 2, 1), (8, 32, 2, 1), (16, 128, 3, 4), (128, 128, 3, 8)))
     cases = []
     for name, sizes, format, configs in (
-        ("v4 fp4", flash, "fp4", (few, more, many, most)),
-        ("v4.1 fp4", v41, "fp4", (few, most)),
-        ("v4 fp8", flash, "fp8", (few, most)),
+        ("v4 fp4", flash, "fp4", (few, more, mid, many)),
+        ("v4.1 fp4", v41, "fp4", (few, many)),
+        ("v4 fp8", flash, "fp8", (few, mid)),
         ("v4.1 fp8", v41, "fp8", (few,)),
         ("v4 plain", flash, "plain", (few, many)),
+        ("v4 plain, not rounded", (*flash[:3], None), "plain", (few, mid)),
     ):
         for config in configs:
             cases += _product_cases(name, sizes, format, config)
-    for name, (dim, _, experts, tile) in (("v4", flash), ("v4.1", v41)):
-        cases += _routing_cases(name, dim, experts, tile)
+    for name, sizes, format in (
+        ("v4", flash, "fp4"),
+        ("v4.1", v41, "fp4"),
+        ("v4 fp8", flash, "fp8"),
+        ("v4 plain", (*flash[:3], None), "plain"),
+    ):
+        cases += _routing_cases(name, sizes, format)
     return cases
 
 
-def _product_cases(name: str, sizes: tuple[int, int, int, int], format: str, config: ProductConfig) -> list[AotCase]:
+def _product_cases(name: str, sizes: tuple[int, int, int, int | None], format: str, config: ProductConfig) -> list[AotCase]:
     dim, inner, _, tile = sizes
-    shared = format == "fp8"
-    signature = {
-        "inputs": "*bf16", "w": "*i32", "s": "*i32", "plan": "*i32", "order": "*i32", "weights": "*fp32", "hidden": "*bf16",
-        "arrivals": "*i32", "outputs": "*bf16", "tokens": "i32", "blocks": "i32", "limit": "fp32",
-    }  # fmt: skip
-    absent = (("s",) if format == "plain" else ()) + (("plan", "order", "weights") if shared else ())
-    constants = dict.fromkeys(absent) | {
+    constants = {
         "TOKENS": config.block_tokens, "ROWS": config.block_rows, "CHUNKS": config.chunks, "WARPS": config.warps, "FORMAT": format,
-    }  # fmt: skip
-    up = {
-        "K": dim, "I": inner, "CHOICES": 1 if shared else 6, "OUT": format, "quant": Grid(inner, "e4m3", tile, "ue8m0"), "TILE": tile,
-    }  # fmt: skip
+        "EARLY": True,
+    } | ({"s": None} if format == "plain" else {})  # fmt: skip
+    quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
+    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1}
     text = f"{name} {config.block_tokens}x{config.block_rows} warps {config.warps}"
-    pointers = tuple(n for n, kind in signature.items() if kind[0] == "*" and n not in absent)
-    launch: dict[str, Any] = {"num_warps": config.warps, "num_stages": 1}
+    weights = {"w": "*i32", "plan": "*i32", "order": "*i32", "blocks": "i32"} | ({} if format == "plain" else {"s": "*i32"})
+    hidden = weights | {"inputs": "*bf16", "weights": "*fp32", "hidden": "*bf16", "arrivals": "*i32", "limit": "fp32"}
+    output = weights | {"hidden": "*bf16", "outputs": "*bf16"}
     return [
         AotCase(
-            f"moe_up {text}", moe_up, {n: k for n, k in signature.items() if n not in absent and n != "outputs"}, constants | up,
-            aligned=tuple(n for n in pointers if n != "outputs"), **launch,
-        ),
-        AotCase(
-            f"moe_down {text}", moe_down,
-            {n: k for n, k in signature.items() if n in ("w", "s", "plan", "order", "hidden", "outputs", "tokens", "blocks") and n not in absent},
-            {n: v for n, v in constants.items() if n != "weights"} | {"K": inner, "N": dim},
-            aligned=tuple(n for n in pointers if n in ("w", "s", "plan", "order", "hidden", "outputs")), **launch,
-        ),
+            f"{kernel.fn.__name__} {text}", kernel, signature, constants | sizes_of, num_warps=config.warps, num_stages=1,
+            aligned=tuple(n for n, kind in signature.items() if kind[0] == "*"),
+        )
+        for kernel, signature, sizes_of in ((moe_up, hidden, up), (moe_down, output, {"K": inner, "N": dim}))
     ]  # fmt: skip
 
 
-def _routing_cases(name: str, dim: int, experts: int, tile: int) -> list[AotCase]:
-    steps, padded = dim // GATE_STEP.value, triton.next_power_of_2(experts)
-    quant = Grid(dim, "e4m3", tile, "ue8m0")
-    store = {"D": dim, "DP": dim, "WIDTH": 1024, "quant": quant, "TILE": tile, "FORMAT": "fp4", "STEPS": False}
+def _routing_cases(name: str, sizes: tuple[int, int, int, int | None], format: str) -> list[AotCase]:
+    dim, inner, experts, tile = sizes
+    padded = triton.next_power_of_2(experts)
     route = {
-        "partials": "*fp32", "bias": "*fp32", "tid2eid": "*i32", "token_ids": "*i64", "x": "*bf16", "experts": "*i32",
-        "weights": "*fp32", "inputs": "*bf16", "tokens": "i32", "scale": "fp32",
+        "logits": "*fp32", "logits_stride": "i32", "bias": "*fp32", "tid2eid": "*i32", "token_ids": "*i64", "x": "*bf16",
+        "experts": "*i32", "weights": "*fp32", "inputs": "*bf16", "scale": "fp32", "temperature": "fp32",
     }  # fmt: skip
-    cases = [
-        AotCase(
-            f"moe_logits {name} {tokens}", moe_logits,
-            {"x": "*bf16", "gate": "*i32", "partials": "*fp32", "tokens": "i32", "inverse_temperature": "fp32"},
-            {"D": dim, "DP": dim, "EP": experts, "PARTS": 1, "TILES": tiles, "TOKENS": tokens, "RUN": run},
-            num_warps=1, num_stages=1, aligned=("x", "gate", "partials"),
-        )
-        for tokens, tiles, run in ((8, 1, 1), (64, 4, steps))
-    ]  # fmt: skip
+    constants: dict[str, Any] = {
+        "E": experts, "EP": padded, "CHOICES": 6, "D": dim, "DP": dim, "WIDTH": 1024, "TILE": tile or 1, "FORMAT": format,
+        "quant": None if tile is None else Grid(dim, "e4m3", tile, "ue8m0"), "STEPS": False, "EARLY": True,
+    }  # fmt: skip
+    cases = []
     for kind, absent in (("scored", "tid2eid"), ("hashed", "bias")):
-        constants = {"E": experts, "EP": padded, "STRIDE": experts, "RUNS": steps, "CHOICES": 6, absent: None} | store
         signature = {n: k for n, k in route.items() if n != absent}
-        cases.append(AotCase(f"moe_route {name} {kind}", moe_route, signature, constants, aligned=("partials", "x", "inputs")))
-    cases.append(
-        AotCase(
-            f"moe_input {name}",
-            moe_input,
-            {"x": "*bf16", "inputs": "*bf16", "arrivals": "*i32", "blocks": "i32"},
-            store | {"ARRIVALS": 16},
-            aligned=("x", "inputs"),
+        cases.append(
+            AotCase(f"moe_route {name} {kind}", moe_route, signature, constants | {absent: None}, aligned=("x", "inputs"))
         )
-    )
     plan = {
         "experts": "*i32",
         "order": "*i32",
@@ -1099,10 +1017,15 @@ def _routing_cases(name: str, dim: int, experts: int, tile: int) -> list[AotCase
         "first": "i32",
     }
     for block, span, warps in ((8, 512, 4), (128, 4096, 8)):
-        constants = {"E": experts, "EP": padded, "BLOCK": block, "SPAN": span, "ARRIVALS": 16}
+        constants = {"E": experts, "EP": padded, "BLOCK": block, "SPAN": span, "ARRIVALS": 16, "EARLY": True}
         cases.append(
-            AotCase(f"moe_plan {name} {block}", moe_plan, plan, constants, num_warps=warps, aligned=("experts", "order", "plan"))
+            AotCase(f"moe_plan {name} {block}", moe_plan, plan, constants, num_warps=warps, aligned=("experts", "order"))
         )
+    swiglu = {"gate": "*bf16", "up": "*bf16", "gate_stride": "i32", "up_stride": "i32", "out": "*bf16", "limit": "fp32"}
     total = {"outputs": "*bf16", "experts": "*i32", "shared": "*bf16", "token_ids": "*i64", "out": "*bf16", "first": "i32"}
-    constants = {"E": experts, "N": dim, "D": dim, "CHOICES": 6, "WIDTH": 1024}
-    return [*cases, AotCase(f"moe_sum {name}", moe_sum, total, constants, aligned=("outputs", "shared", "out"))]
+    constants = {"E": experts, "N": dim, "D": dim, "CHOICES": 6, "WIDTH": 1024, "EARLY": True}
+    return [
+        *cases,
+        AotCase(f"moe_swiglu {name}", moe_swiglu, swiglu, {"I": inner, "WIDTH": 1024}, aligned=("gate", "up", "out")),
+        AotCase(f"moe_sum {name}", moe_sum, total, constants, aligned=("outputs", "shared", "out")),
+    ]

@@ -33,6 +33,7 @@ class SelectConfig:
 
 CHUNK = 4096
 SPREAD_PROGRAMS = 512  # beyond these, a program per row has company enough
+SPREAD_ROWS = 16  # the same, where one program's registers hold what it searches
 
 
 def select_config(rows: int, num_entries: int, k: int) -> SelectConfig:
@@ -40,10 +41,10 @@ def select_config(rows: int, num_entries: int, k: int) -> SelectConfig:
     levels, width = 1, num_entries
     while width > TOP_LEVEL:
         levels, width = levels + 1, -(-width // GROUP)
-    if levels > 1 and rows * -(-num_entries // CHUNK) <= SPREAD_PROGRAMS:
+    if levels > 1 and (rows <= SPREAD_ROWS or k > 512) and rows * -(-num_entries // CHUNK) <= SPREAD_PROGRAMS:
         return SelectConfig(levels, warps=8 if k <= 512 else 16, chunk=CHUNK)
-    widest = max(width, GROUP * k if levels > 1 else 0)
-    return SelectConfig(levels, warps=min(32, max(4, triton.next_power_of_2(widest) // 512)), chunk=0)
+    warps = triton.next_power_of_2(width) // 1024 if levels == 1 else triton.next_power_of_2(max(width, GROUP * k)) // 512
+    return SelectConfig(levels, warps=min(32, max(4, warps)), chunk=0)
 
 
 @triton.jit

@@ -19,14 +19,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv import layouts
+from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys
 from abyssal.ops.sparse_attention.triton import FIXED_SPLIT_BLOCKS, LOG2_E, best_split, combine, multiprocessors, new_partial
 
 BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64
-NUM_WARPS = 4  # of the role that weighs; four more add the right half, eight bring records
-ADD_REGISTERS, BRING_REGISTERS = 160, 152
+NUM_WARPS = 4  # of the role that weighs; four more add the right half
+ADD_REGISTERS = 160
+BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,12 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     if batch_invariant:
         return LaunchConfig(Splits(max(1, -(-blocks // FIXED_SPLIT_BLOCKS)), FIXED_SPLIT_BLOCKS))
     return LaunchConfig(Splits(best_split(tokens * -(-heads // BLOCK_HEADS), blocks, sms), None))
+
+
+def bringing_warps(window: Layout, entries: Layout) -> int:
+    """Warps that bring records: eight where all are e4m3; e2m1 is widened, and bf16 copied, a little faster by four."""
+    grids = (window.grid, entries.grid)
+    return 8 if all(grid is not None and grid.kind == "e4m3" for grid in grids) else 4
 
 
 def sparse_attention(
@@ -93,7 +101,7 @@ def sparse_attention(
         ENTRIES_PER_PAGE=entries.records.entries_per_page,
         PARTIAL=splits.count > 1,
         ADD_REGISTERS=ADD_REGISTERS,
-        BRING_REGISTERS=BRING_REGISTERS,
+        **_bring_constants(window.records.layout, entries.records.layout),
         num_warps=NUM_WARPS,
         launch_pdl=True,
     )
@@ -108,19 +116,18 @@ def no_record(device: torch.device) -> Tensor:
     return torch.zeros(max(layouts.get(name).data_bytes for pair in PAIRS for name in pair), dtype=torch.uint8, device=device)
 
 
+def _bring_constants(window: Layout, entries: Layout) -> dict[str, int]:
+    warps = bringing_warps(window, entries)
+    return {"BRING_WARPS": warps, "BRING_REGISTERS": BRING_REGISTERS[warps]}
+
+
 def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, Tensor]:
     return keys.records.pages, keys.records.pages.stride(0), keys.slots, keys.slots.stride(0), keys.lengths
 
 
-# Threads of a part of a block's codes [64 keys, threads of a row, words]: a row's 8 threads move 128 bytes (`WIDE`) or 64 (`NARROW`).
-# Eight lanes in turn hold four threads of two neighbouring rows, so that their 16-byte stores fall into different banks of swizzled
-# rows.
+# Lanes of a part of a block's codes [64 keys, threads of a row, words]. Eight in turn hold four threads of two neighbouring rows, so
+# that their 16-byte stores fall into different banks of swizzled rows.
 LANES = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [0, 4, 0], [2, 0, 0]]
-WARPS = [[4, 0, 0], [8, 0, 0]]
-WIDE = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [16, 0, 0], [32, 0, 0]], LANES, WARPS, [], [64, 8, 4]))
-NARROW = gl.constexpr(gl.DistributedLinearLayout([[0, 0, 1], [16, 0, 0], [32, 0, 0]], LANES, WARPS, [], [64, 8, 2]))
-KEYS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, WIDE)))  # one value per key
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -128,6 +135,15 @@ QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 SHARED_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.constexpr_function
+def code_layout(words, num_warps):
+    """Threads of a part of a block's codes: a row's 8 threads move 128 bytes (4 words each) or 64 (2 words)."""
+    rows = [[4, 0, 0], [8, 0, 0], [16, 0, 0], [32, 0, 0]]
+    of_warps = num_warps.bit_length() - 1
+    of_thread = [[0, 0, 1], [0, 0, 2]][: words // 2] + rows[of_warps:]
+    return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [64, 8, words])
 
 
 @gluon.jit(do_not_specialize=["count", "split_blocks"])
@@ -164,11 +180,12 @@ def attend_kernel(
     ENTRIES_PER_PAGE: gl.constexpr,
     PARTIAL: gl.constexpr,
     ADD_REGISTERS: gl.constexpr,
+    BRING_WARPS: gl.constexpr,
     BRING_REGISTERS: gl.constexpr,
 ):
     """One block of heads of one token over one split of its key blocks, as `attend_kernel` in Triton.
 
-    Three roles run side by side: eight warps bring records to shared memory as bf16, four turn them into weights and add weighted
+    Three roles run side by side: BRING_WARPS warps bring records to shared memory as bf16, four turn them into weights and add weighted
     records to the left half of the output, four add to the right half. Two blocks of keys and of weights are on their way at a time.
     The halves of a block of keys lie in shared memory of their own: stores to one need no barrier between them and stores to the other.
     """
@@ -234,7 +251,7 @@ def attend_kernel(
                  ENTRIES_PER_PAGE),
             ),
         ],
-        [4, 4],
+        [4, BRING_WARPS],
         [ADD_REGISTERS, BRING_REGISTERS],
     )  # fmt: skip
 
@@ -425,6 +442,7 @@ def block_slots(block, lists):
     """Slots of a block [64], -1 beyond its list's end."""
     window_row, window_end, entry_row, entry_end, window_blocks = lists
     in_window = block < window_blocks
+    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps())))  # one value per key
     n = block * 64 + gl.arange(0, 64, layout=KEYS)
     return gl.load((window_row if in_window else entry_row) + n, mask=n < (window_end if in_window else entry_end), other=-1)
 
@@ -460,6 +478,7 @@ def locate(
 @gluon.jit
 def copy_records(where, keys, half):
     """Records that are bf16 already go to shared memory without passing registers."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     rows = gl.expand_dims(gl.convert_layout(where[0], gl.SliceLayout(1, COPY)).to(gl.pointer_type(gl.bfloat16)), 1)
     for i in gl.static_range(2):
         columns = i * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
@@ -486,6 +505,8 @@ def load_codes(PART: gl.constexpr, where, LAYOUT: gl.constexpr):
     v4: 128 codes of each key, in the last part 64 codes [64, 8, 2], and 64 bf16. v41: 128 codes. v41_fp4: parts 0 and 2 hold 256 codes
     each, the first half of them in the first two words; the other parts hold nothing.
     """
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
+    NARROW: gl.constexpr = code_layout(2, gl.num_warps())
     words = where[0].to(gl.pointer_type(gl.int32)) + PART * (16 if LAYOUT.name == "v41_fp4" else 32)
     if LAYOUT.name != "v41_fp4":
         if LAYOUT.name == "v4" and PART == 3:
@@ -538,6 +559,7 @@ def load_scale_words(SIDE: gl.constexpr, where, LAYOUT: gl.constexpr):
 @gluon.jit
 def load_scale_word(scales, THREADS: gl.constexpr):
     """A word for THREADS threads of a row."""
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
     v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, WIDE))), 0)
     return gl.load(gl.expand_dims(scales, 1) + v // THREADS)
 
@@ -556,6 +578,8 @@ def convert_part(PART: gl.constexpr, part, scales, in_window, keys, half, WINDOW
 
 @gluon.jit
 def convert_codes(PART: gl.constexpr, part, scales, keys, LAYOUT: gl.constexpr):
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
+    NARROW: gl.constexpr = code_layout(2, gl.num_warps())
     if LAYOUT.name == "v4":
         if PART < 3:
             values = convert_e4m3(part, pick_scale(scales[0], PART % 2 * 2, 4, WIDE))
@@ -686,7 +710,7 @@ def aot_cases() -> list[AotCase]:
     def attend(pair: tuple[str, str], count: int) -> AotCase:
         constants = {"D": HEAD_DIM, "WINDOW": layouts.get(pair[0]), "ENTRIES": layouts.get(pair[1]), "PARTIAL": count > 1}
         constants |= {"WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
-        constants |= {"ADD_REGISTERS": ADD_REGISTERS, "BRING_REGISTERS": BRING_REGISTERS}
+        constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(constants["WINDOW"], constants["ENTRIES"])}
         name = f"sparse_attention gluon {'+'.join(pair)} splits {count}"
         reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)

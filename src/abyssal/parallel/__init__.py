@@ -1,0 +1,1 @@
+"""Many ranks: who computes which part of a model, and who gets which request."""

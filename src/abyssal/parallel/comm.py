@@ -1,0 +1,69 @@
+"""What ranks tell each other during a step. `Comm` is one rank's: it exchanges nothing and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from abyssal.parallel.mesh import ONE_RANK, Mesh
+
+# x [n, D], chosen experts int [n, k], weights fp32 [n, k], number of this rank's first expert -> fp32 [n, D] of this rank's experts
+LocalExperts = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+class Comm:
+    """One rank alone; `RankComm` has the same methods for several."""
+
+    mesh: Mesh = ONE_RANK
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """token_ids int64 [T], this rank's rows of the embedding -> [T, D] on every rank of the replica."""
+        return F.embedding(token_ids, table)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum of the partial results of a replica's ranks, the same bits on each; `x` may be overwritten."""
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [T, N] of each rank of the replica -> [T, ranks N], in the order of ranks."""
+        return x
+
+    def experts(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, local: LocalExperts) -> Tensor:
+        """Weighted sum of every token's chosen experts, wherever they are.
+
+        Args:
+            x: [T, D]; experts int [T, k], among the `num_experts` of a layer; weights fp32 [T, k].
+            local: computes the experts of this rank.
+
+        Returns:
+            fp32 [T, D]; of a replica with several ranks a part, which `sum` adds up.
+        """
+        return local(x, experts, weights, 0)
+
+    def enter(self, num_tokens: int) -> None:
+        """A step of `num_tokens` begins on this rank; returns when all ranks that share its experts have entered."""
+
+    def idle(self, take_part: Callable[[], None]) -> bool:
+        """A step without tokens on this rank: `take_part` computes its experts, if any other rank that shares them has tokens.
+
+        Returns:
+            Whether all of them are idle and know of the same requests: the next one is then told to each, so that each may wait.
+        """
+        return True
+
+    def smallest(self, number: int) -> int:
+        """The smallest `number` of all ranks."""
+        return number
+
+    def share(self, data: bytes) -> bytes:
+        """The data of the replica's first rank."""
+        return data
+
+    def agree(self, decision: bool) -> bool:
+        """The decision of the replica's first rank, where each might come to another."""
+        return self.share(bytes([decision])) == b"\x01"
+
+
+ALONE = Comm()

@@ -1,0 +1,92 @@
+"""A server whose prompts are computed by one engine and continued by another: clients see one engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from abyssal import LLM, SamplingParams
+from abyssal.config import EngineConfig, ServerConfig
+from abyssal.errors import ConfigError
+from abyssal.serve.disaggregated_client import DisaggregatedClient
+from tests.serve.live import CHAT, COMPLETIONS, MODEL, PATIENCE, LiveServer, endless, read_all, until
+
+
+async def start(config: EngineConfig) -> DisaggregatedClient:
+    return await DisaggregatedClient.start(config, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with LiveServer(start) as live:
+        yield live
+
+
+def completion(prompt: list[int], **more: Any) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": prompt,
+        "temperature": 0,
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "add_special_tokens": False,
+        **more,
+    }
+
+
+def test_answers_are_those_of_one_engine(server: LiveServer) -> None:
+    """Side by side: short and long prompts, several outputs, one token only, seeds, log-probabilities."""
+    prompts = [[7], list(range(20, 320)), list(range(300, 900))]
+    bodies = [completion(prompt) for prompt in prompts]
+    bodies += [completion(prompts[1], temperature=0.8, seed=3, n=2), completion(prompts[2], max_tokens=1, logprobs=2)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = list(pool.map(lambda body: server.post(COMPLETIONS, body).json()["choices"], bodies))
+    with LLM("tiny", device="cpu", kv_cache_bytes=128 << 20, num_threads=1) as llm:
+        for body, choices in zip(bodies, answers, strict=True):
+            names = ("temperature", "max_tokens", "ignore_eos", "seed", "n", "logprobs")
+            params = SamplingParams(**{name: body[name] for name in names if name in body})
+            (expected,) = llm.generate([body["prompt"]], params)
+            assert [choice["text"] for choice in choices] == [output.text for output in expected.outputs]
+            assert {choice["finish_reason"] for choice in choices} == {"length"}
+    until(server.is_drained, "drained")
+    stats = server.client.stats
+    assert stats.generation_tokens == 3 * 12 + 2 * 12 + 1
+
+
+def test_a_stream_and_a_client_that_leaves(server: LiveServer) -> None:
+    leaver = server.open(CHAT, endless(CHAT, stream=True, prompt_tokens=600))
+    until(lambda: server.client.stats.num_running == 1, "running")
+    with server.open(COMPLETIONS, completion([5, 6, 7], stream=True, max_tokens=20)) as connection:
+        answer = read_all(connection)
+    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    assert answer.count("data: [DONE]") == 1 and events[-1]["choices"][0]["finish_reason"] == "length"
+    leaver.close()
+    until(server.is_drained, "drained")
+
+
+def test_when_one_engine_dies_everybody_is_told(server: LiveServer) -> None:
+    """Last in this file: the server is of no use afterwards."""
+    stream = server.open(CHAT, endless(CHAT, stream=True))
+    until(lambda: server.client.stats.num_running == 1, "running")
+    (prefill,) = server.client._prefill
+    os.kill(prefill._processes.processes[0].pid, signal.SIGKILL)
+    assert '"engine_dead"' in read_all(stream)
+    assert httpx.get(server.url + "/health", timeout=PATIENCE).status_code == 503
+    assert server.post(COMPLETIONS, completion([5])).status_code == 503
+    stream.close()
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="decode_engines=2 needs prefill_engines"):
+        ServerConfig(decode_engines=2)
+    with pytest.raises(ConfigError, match="replicas=3 needs ray"):
+        ServerConfig(replicas=3)
+    with pytest.raises(ConfigError, match="ray and prefill_engines"):
+        ServerConfig(ray=True, prefill_engines=1)

@@ -1,0 +1,149 @@
+"""Ranks for tests: four processes that are started once and run one job after another, as any number of ranks up to four."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from abyssal.checkpoint.loader import LoadWeights, Weights, load_weights
+from abyssal.checkpoint.rows import RowTable
+from abyssal.config import EngineConfig
+from abyssal.engine.engine import Engine
+from abyssal.engine.request import EngineRequest
+from abyssal.parallel.mesh import Mesh
+from abyssal.parallel.ranks import RankComm
+
+SIZE = 4
+PATIENCE = 120.0  # seconds for a job of a second: a busy machine is no failure
+
+Job = Callable[..., Any]  # called with the rank's `RankComm` first
+
+
+class Pool:
+    """`run(job, arguments, dp=2)` -> what `job(comm, *arguments[rank])` returned on every rank."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.ranks"])
+        self._folder = tempfile.TemporaryDirectory()
+        self._runs = 0
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, rank), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, job: Job, arguments: list[tuple[Any, ...]], *, dp: int = 1, tp: int = 1, ep: int | None = None) -> list[Any]:
+        mesh = Mesh(dp, tp, tp if ep is None else ep)
+        self._runs += 1
+        store = Path(self._folder.name) / str(self._runs)
+        assert len(arguments) == mesh.size
+        for pipe, given in zip(self._pipes, arguments, strict=False):
+            pipe.send((job, (mesh.dp, mesh.tp, mesh.ep), store, given))
+        results = []
+        for pipe in self._pipes[: mesh.size]:
+            assert pipe.poll(PATIENCE), "a rank does not answer"
+            results.append(pipe.recv())
+        failures = [text for failed, text in results if failed]
+        assert not failures, "\n".join(failures)
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _work(pipe: Connection, rank: int) -> None:
+    torch.set_num_threads(1)
+    while True:
+        job, (dp, tp, ep), store, given = pipe.recv()
+        comm = RankComm(Mesh(dp, tp, ep, rank), store, cuda=False)
+        try:
+            pipe.send((False, job(comm, *given)))
+        except Exception:  # noqa: BLE001 the parent shows it
+            pipe.send((True, f"rank {rank}: {traceback.format_exc()}"))
+        comm.close()
+
+
+# Jobs
+
+Scored = tuple[list[int], list[int]]  # token ids, chunk sizes
+
+
+def engine_job(
+    comm: RankComm, options: dict[str, Any], scored: list[Scored], requests: list[EngineRequest]
+) -> tuple[list[Tensor], dict[str, list[int]], dict[str, int]]:
+    """Score, then generate, while other replicas do what they are given or nothing.
+
+    Returns:
+        Logits of every scored prompt, output tokens by request, and counts.
+    """
+    loaded: list[int] = []
+
+    def load(*arguments: Any) -> Weights:
+        weights = load_weights(*arguments)
+        tensors = [getattr(weight, "data", weight) for weight in weights.values() if not isinstance(weight, RowTable)]
+        loaded.append(sum(tensor.numel() for tensor in tensors))
+        return weights
+
+    engine = engine_of(comm, options, load)
+    logits = [engine.score(ids, sizes, list(range(len(ids)))) for ids, sizes in scored]
+    tokens = generate(engine, comm, requests)
+    return logits, tokens, {"weights": loaded[0]}
+
+
+def preempted_job(
+    comm: RankComm, options: dict[str, Any], requests: list[EngineRequest]
+) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """Generate on ranks that think differently of their speed: the first finds copying cheap, the others computing."""
+    engine = engine_of(comm, options)
+    swap = engine.swap
+    swap.measure_step = lambda tokens, seconds: None  # type: ignore[method-assign]
+    swap._tokens_per_second = 1.0 if comm.mesh.leads else 1e12
+    tokens = generate(engine, comm, requests)
+    stats = engine.stats()
+    return tokens, {"preemptions": stats.num_preemptions, "swapped": stats.num_swapped}
+
+
+def engine_of(comm: RankComm, options: dict[str, Any], load: LoadWeights = load_weights) -> Engine:
+    mesh = comm.mesh
+    return Engine(EngineConfig(**options, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep, device="cpu", num_threads=1), load, comm)
+
+
+def generate(engine: Engine, comm: RankComm, requests: list[EngineRequest]) -> dict[str, list[int]]:
+    """Output tokens by request, once all replicas have nothing left to do."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while True:
+        if engine.has_unfinished():
+            for update in engine.step():
+                assert update.error is None, update.error
+                tokens[update.request_id] += update.token_ids
+        elif comm.idle(engine.runner.model.idle):
+            break
+    stats = engine.stats()
+    assert stats.pages_free == stats.pages_total
+    return tokens
+
+
+def facts_job(comm: RankComm, data: bytes, number: int, decision: bool) -> tuple[bytes, int, bool]:
+    return comm.share(data), comm.smallest(number), comm.agree(decision)
+
+
+def tensors_job(comm: RankComm, table: Tensor, ids: Tensor, partial: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = comm.mesh.part("rows", len(table))
+    return comm.embed(ids, table[rows.start : rows.stop]), comm.sum(partial.clone()), comm.gather(partial)
