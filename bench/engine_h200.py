@@ -25,9 +25,11 @@ from unittest import mock
 
 import torch
 
+from abyssal.checkpoint.loader import Weights
+from abyssal.cli.console import log_to_stderr
 from abyssal.config import EngineConfig, from_sources
 from abyssal.engine.engine import Engine
-from abyssal.measure.ceilings import Ceilings, measure_ceilings
+from abyssal.measure.ceilings import Ceilings, measure_ceilings, synchronised
 from abyssal.measure.steps import Decode, Failed, Row, as_dict, decode_rows, measure_prefill
 from bench.slices import SLICES, random_weights, slice_config, write_slice
 
@@ -67,10 +69,17 @@ def separate_launches() -> Iterator[None]:
 def build(folder: Path, options: dict[str, str], batch: int) -> Engine:
     """An engine with random weights."""
     start = time.perf_counter()
+
+    def load(*args: Any) -> Weights:
+        weights = random_weights(*args)
+        synchronised(args[2])
+        print(f"# weights made after {time.perf_counter() - start:.1f} s", flush=True)
+        return weights
+
     defaults = {"device": "cuda", "gpu_memory_utilization": "0.95", "enable_prefix_caching": "false", "max_num_seqs": str(batch)}
-    engine = Engine(from_sources({"model": str(folder), **defaults, **options}, {}), random_weights)
+    engine = Engine(from_sources({"model": str(folder), **defaults, **options}, {}), load)
     print(
-        f"# built in {time.perf_counter() - start:.1f} s: {engine.runner.sizes.total_bytes / 2**30:.1f} GiB of cache, "
+        f"# built after {time.perf_counter() - start:.1f} s: {engine.runner.sizes.total_bytes / 2**30:.1f} GiB of cache, "
         f"max_model_len {engine.info.max_model_len}, backend {engine.config.backend}", flush=True,
     )  # fmt: skip
     return engine
@@ -166,6 +175,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    log_to_stderr()
     quick = args.quick
     args.batches = args.batches or (QUICK_BATCHES if quick else BATCHES)
     args.contexts = args.contexts if args.contexts is not None else (QUICK_CONTEXTS if quick else CONTEXTS)

@@ -24,7 +24,7 @@ from abyssal.measure.roof import StepBytes, mean_decode_bytes, prefill_flops
 WARM_UP = 3  # steps before the clock: compilation, allocator caches
 PROFILED = 3  # steps under the profiler
 FULL_CHUNKS = 48  # a prefill of more chunks is sampled
-SAMPLES = 9  # positions of a sampled prefill, evenly from its first chunk to its last
+SAMPLES = 5  # positions of a sampled prefill, evenly from its first chunk to its last: the time grows linearly between them
 
 # Which ceiling an op's products meet; the others run in the dtype of the model.
 FP8_OPS = ("moe", "linear", "index_score")
