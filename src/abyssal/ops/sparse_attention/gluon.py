@@ -708,9 +708,10 @@ def aot_cases() -> list[AotCase]:
     signature = pointers | dict.fromkeys((*aligned[len(pointers) :], "count", "split_blocks"), "i32") | {"scale_log2": "fp32"}
 
     def attend(pair: tuple[str, str], count: int) -> AotCase:
-        constants = {"D": HEAD_DIM, "WINDOW": layouts.get(pair[0]), "ENTRIES": layouts.get(pair[1]), "PARTIAL": count > 1}
+        window, entries = layouts.get(pair[0]), layouts.get(pair[1])
+        constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "PARTIAL": count > 1}
         constants |= {"WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
-        constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(constants["WINDOW"], constants["ENTRIES"])}
+        constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
         name = f"sparse_attention gluon {'+'.join(pair)} splits {count}"
         reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
