@@ -577,6 +577,16 @@ def _store_input(
 
 
 @triton.jit
+def moe_input(
+    x, inputs, D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """The input of experts that another rank chose: x [T, D] -> bf16 [T, DP] on the products' grid and in their order."""
+    token = tl.program_id(0).to(tl.int64)
+    _store_input(x + token * D, inputs + token * DP, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
+
+
+@triton.jit
 def moe_swiglu(gate, up, gate_stride, up_stride, out, limit, I: tl.constexpr, WIDTH: tl.constexpr):
     """The shared expert's hidden values bf16 [T, I] from bf16 w1 x and w3 x."""
     token = tl.program_id(0).to(tl.int64)
@@ -814,14 +824,14 @@ def moe(
     if beside is None:
         shared = shared_expert(x, experts, batch_invariant)
         routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
-        return moe_total(routed, shared, token_ids, early=x.is_cuda)
+        return moe_total(routed, shared, token_ids, x.shape[1], early=x.is_cuda)
     here = torch.cuda.current_stream(x.device)
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
         shared = shared_expert(x, experts, batch_invariant)
     routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
     here.wait_stream(beside)
-    return moe_total(routed, shared, token_ids, early=False)  # it follows two kernels
+    return moe_total(routed, shared, token_ids, x.shape[1], early=False)  # it follows two kernels
 
 
 def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
@@ -921,21 +931,52 @@ def shared_expert(x: Tensor, experts: KernelExperts, batch_invariant: bool = Fal
     return linear(hidden, experts.shared_out, batch_invariant=batch_invariant)[0]
 
 
-def moe_total(routed: Routed, shared: Tensor, token_ids: Tensor, early: bool) -> Tensor:
-    """bf16 [T, D]: the sum of the chosen experts' outputs and the shared expert's.
+def moe_total(routed: Routed, shared: Tensor | None, token_ids: Tensor | None, dim: int, early: bool) -> Tensor:
+    """bf16 [T, D]: the sum of the chosen experts' outputs and the shared expert's; without that one fp32 [T, D], a part of the sum.
 
     Args:
         early: may start before the kernel before it ends, which is the last on which it depends.
     """
     tokens, k = routed.experts.shape
-    dim = shared.shape[1]
-    out = torch.empty(tokens, dim, dtype=torch.bfloat16, device=shared.device)
+    dtype = torch.float32 if shared is None else torch.bfloat16
+    out = torch.empty(tokens, dim, dtype=dtype, device=routed.outputs.device)
     width = min(1024, triton.next_power_of_2(dim))
     moe_sum[(tokens, triton.cdiv(dim, width))](
         routed.outputs, routed.experts, shared, token_ids, out, routed.first, E=routed.count, N=routed.outputs.shape[1], D=dim,
         CHOICES=k, WIDTH=width, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return out
+
+
+def choices_of(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
+    """`abyssal.ops.moe.route` for bf16: x [T, D], token_ids int [T] -> experts int32 [T, k], weights fp32 [T, k]."""
+    _check(x, token_ids, experts)
+    if len(x) == 0:
+        empty = torch.empty(0, experts.k, dtype=torch.int32, device=x.device)
+        return empty, empty.float()
+    choice = route(x, token_ids, experts, moe_config(len(x) * experts.k, experts.num_experts))
+    return choice.experts, choice.weights
+
+
+def part_of_experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int, *, config: MoeConfig | None = None
+) -> Tensor:
+    """`abyssal.ops.moe.moe` for bf16: x [T, D], chosen int32 [T, k], weights fp32 [T, k] -> fp32 [T, D], of the experts that are here."""
+    tokens, dim = x.shape
+    if tokens == 0:
+        return torch.empty(0, dim, dtype=torch.float32, device=x.device)
+    here = experts.w13.shape[0]
+    config = config or moe_config(tokens * experts.k * here // experts.num_experts, here)
+    inputs = torch.empty(tokens, experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
+    moe_input[(tokens,)](x, inputs, **_input_constants(dim, experts.w13, config.up), num_warps=4)
+    return moe_total(
+        routed_experts(Choice(chosen, weights, inputs), experts, config, first=first), None, None, dim, early=x.is_cuda
+    )
+
+
+def shared_part(x: Tensor, experts: KernelExperts) -> Tensor:
+    """`abyssal.ops.moe.shared_expert` for bf16: x [T, D] -> bf16 [T, D]."""
+    return shared_expert(x, experts) if len(x) else torch.empty_like(x)
 
 
 def _fitting(config: ProductConfig, columns: int) -> ProductConfig:
@@ -985,6 +1026,7 @@ def _product_cases(name: str, sizes: tuple[int, int, int, int | None], format: s
         AotCase(
             f"{kernel.fn.__name__} {text}", kernel, signature, constants | sizes_of, num_warps=config.warps, num_stages=1,
             aligned=tuple(n for n, kind in signature.items() if kind[0] == "*"),
+            spill_reason="8 bytes in front of the loop, on 100 only" if format == "plain" else None,
         )
         for kernel, signature, sizes_of in ((moe_up, hidden, up), (moe_down, output, {"K": inner, "N": dim}))
     ]  # fmt: skip
