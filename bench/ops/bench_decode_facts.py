@@ -49,6 +49,23 @@ def check(facts: DecodeFacts, inputs: DecodeInputs, capacity: int) -> None:
     assert plans
 
 
+def time_step(table: wp.Table, shape: str, facts: DecodeFacts, inputs: DecodeInputs, capacity: int) -> None:
+    plans: list[Plan] = []
+
+    def keep(*args: Any) -> torch.Tensor:
+        plans.append(args[-1])
+        return kernels.decode_facts(*args)
+
+    config, tables, count = facts.config, facts.tables, len(inputs.positions)
+    DecodeFacts(config, tables, True, keep).batch(inputs, capacity)
+    plan = plans[0]
+    own = (inputs.positions, inputs.rows, inputs.folded, tables.all_pages, plan)
+    moved = plan.words * 8
+    table.time(shape, count, f"kernel, {len(plan.launch[1])} programs", kernels.decode_facts, [own], moved)
+    table.time(shape, count, "whole batch", facts.batch, [(inputs, capacity)], moved)
+    table.time(shape, count, "eager", DecodeFacts(config, tables, True, decode_facts).batch, [(inputs, capacity)], moved)
+
+
 def main() -> None:
     args = wp.arguments(__doc__ or "")
     table = wp.Table("decode_facts; tokens = sequences")
@@ -57,26 +74,11 @@ def main() -> None:
         specs = plan_caches(config, *layouts).specs
         for capacity in CAPACITIES:
             tables = DecodeTables(specs, max(SEQUENCES), capacity, torch.device(wp.DEVICE))
+            facts = DecodeFacts(config, tables, True, kernels.decode_facts)
             for count in SEQUENCES:
                 inputs = random_step(tables, count, capacity)
-                shape = f"{name[:8]} {capacity // 1024}k"
-                plans: list[Plan] = []
-                own = (inputs.positions, inputs.rows, inputs.folded, tables.all_pages)
-
-                def keep(*args: Any, plans: list[Plan] = plans) -> torch.Tensor:
-                    plans.append(args[-1])
-                    return kernels.decode_facts(*args)
-
-                DecodeFacts(config, tables, True, keep).batch(inputs, capacity)
-                plan = plans[0]
-                check(DecodeFacts(config, tables, True, kernels.decode_facts), inputs, capacity)
-                moved = plan.words * 8
-                table.time(
-                    shape, count, f"kernel, {len(plan.launch[1])} programs", lambda: kernels.decode_facts(*own, plan), [()], moved
-                )
-                for variant, compute in (("whole batch", kernels.decode_facts), ("eager", decode_facts)):
-                    facts = DecodeFacts(config, tables, True, compute)
-                    table.time(shape, count, variant, lambda: facts.batch(inputs, capacity), [()], moved)
+                check(facts, inputs, capacity)
+                time_step(table, f"{name[:8]} {capacity // 1024}k", facts, inputs, capacity)
     table.print()
     table.save(args.json)
 
