@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from abyssal.engine import engine as engine_module
 from abyssal.engine import runner
@@ -22,6 +23,7 @@ from abyssal.engine.sequence import Sequence
 from abyssal.errors import EngineDeadError
 from abyssal.kv.batch import Chunk
 from abyssal.kv.pool import NO_PAGE, SequenceCache
+from abyssal.model.moe import MoE
 from abyssal.ops._kernels import KernelOps
 from tests.engine import test_engine
 from tests.engine.test_engine import MIB, alone, assert_drained, drain, engine, greedy, prompt
@@ -83,6 +85,24 @@ def test_zero_pages_stay_zero(folder: Path) -> None:
     assert eng.runner.decoder is not None
     assert eng.runner.decoder([]).shape == (0, eng.info.model_vocab_size)
     assert all(torch.equal(old, pool.data) for old, pool in zip(before, eng.cache.pools.values(), strict=True))
+
+
+def test_rows_without_a_sequence_have_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts leave out ids below 0; every other row has its own token's."""
+    eng = decoding(engine(folder, max_num_seqs=8, max_model_len=640))
+    for i in range(3):
+        eng.add(EngineRequest(f"r{i}", prompt(10 + i, i), greedy(6)))
+    seen: list[list[int]] = []
+    experts = MoE.__call__
+
+    def record(self: MoE, x: Tensor, token_ids: Tensor) -> Tensor:
+        seen.append(token_ids.tolist())
+        return experts(self, x, token_ids)
+
+    monkeypatch.setattr(MoE, "__call__", record)
+    drain(eng)
+    decoded = [ids for ids in seen if len(ids) == 4]
+    assert decoded and all(ids[3] == -1 and min(ids[:3]) >= 0 for ids in decoded)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="see test_graphs.py")
