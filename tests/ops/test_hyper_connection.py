@@ -274,7 +274,7 @@ def test_kernel_is_batch_invariant_and_repeats(own):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "counts"), [(64, (1, 65, 66)), pytest.param(5120, (1, 2, 8, 64, 300, 1000), marks=pytest.mark.gpu)]
+    ("hidden", "counts"), [(64, (1, 5, 12)), pytest.param(5120, (1, 2, 8, 64, 300, 1000), marks=pytest.mark.gpu)]
 )
 @pytest.mark.parametrize("own", [True, False], ids=["v4", "v41"])
 def test_batch_invariant_mode_is_bit_equal_in_any_batch(own, hidden, counts):
