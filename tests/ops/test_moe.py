@@ -431,17 +431,6 @@ def test_routing_of_many_tokens_has_the_bits_of_few() -> None:
         assert torch.equal(part.weights, together.weights[rows]) and torch.equal(part.experts, together.experts[rows])
 
 
-def test_a_small_layer_is_bit_equal_in_any_batch() -> None:
-    """In another order, and among rows that only fill up."""
-    layer = kernels.prepare_experts(random_layer(256, 128, 4, 2, "fp4", 128))
-    x, ids = random_input(20, 256)
-    together = kernels.moe(x, ids, layer, batch_invariant=True)
-    order = torch.randperm(20, device=DEVICE)
-    assert torch.equal(kernels.moe(x[order], ids[order], layer, batch_invariant=True), together[order])
-    padded = torch.cat([x, torch.full_like(x[:4], float("nan"))]), torch.cat([ids, torch.full_like(ids[:4], -1)])
-    assert torch.equal(kernels.moe(*padded, layer, batch_invariant=True)[:20], together)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REAL)
 def test_a_token_keeps_its_bits_in_any_batch(name: str) -> None:

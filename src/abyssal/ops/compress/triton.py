@@ -248,10 +248,10 @@ def aot_cases() -> list[AotCase]:
     kinds = [(4, name) for name in ("bf16", "v4", "v41", "index_bf16", "index_fp8", "index_mxfp4")]
     kinds += [(128, name) for name in ("bf16", "v4", "v41")] + [(2, name) for name in ("bf16", "v41", "v41_fp4")]
     cases = []
-    for ratio, name in kinds:
+    for ratio, name, row_by_row in [*((ratio, name, False) for ratio, name in kinds), (128, "v4", True)]:
         layout = layouts.get(name)
         slots = {4: 8, 2: 2, 128: 128}[ratio]
-        config = compress_config(layout.dim, slots)
+        config = compress_config(layout.dim, slots, row_by_row)
         no_sums: dict[str, Any] = {} if ratio == 128 else dict.fromkeys((*with_sums, "SUM_ENTRIES"), None) | {"SUM_ENTRIES": 0}
         constants: dict[str, Any] = {
             "OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "ROPE": 64, "BF16": True, "ROWS": config.rows,
@@ -260,7 +260,7 @@ def aot_cases() -> list[AotCase]:
         }  # fmt: skip
         cases.append(
             AotCase(
-                f"compress ratio {ratio} {name}", compress_kernel, signature | (with_sums if ratio == 128 else {}),
+                f"compress ratio {ratio} {name}" + " row by row" * row_by_row, compress_kernel, signature | (with_sums if ratio == 128 else {}),
                 constants | no_sums, num_warps=config.num_warps,
                 aligned=(*aligned, "sum_pages", "sum_page_bytes") if ratio == 128 else aligned,
             )
