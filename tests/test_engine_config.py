@@ -51,7 +51,12 @@ SERVER_VALUES: dict[str, tuple[Any, str]] = {
     "api_key": ("secret", "secret"),
     "root_path": ("/v4", "/v4"),
     "thinking": ("off", "off"),
+    "prefill_engines": (2, "2"),
+    "decode_engines": (2, "2"),
+    "ray": (True, "true"),
+    "replicas": (3, "3"),
 }
+NEEDS: dict[str, dict[str, Any]] = {"decode_engines": {"prefill_engines": 1}, "replicas": {"ray": True}}  # mean nothing alone
 EVERY_OPTION = [
     (cls, build, name, value, text)
     for cls, build, values in ((EngineConfig, from_sources, ENGINE_VALUES), (ServerConfig, server_from_sources, SERVER_VALUES))
@@ -72,12 +77,13 @@ def test_the_lists_above_cover_every_option() -> None:
 
 @pytest.mark.parametrize(("cls", "build", "name", "value", "text"), EVERY_OPTION)
 def test_every_option_works_as_field_flag_and_variable(cls: Any, build: Any, name: str, value: Any, text: str) -> None:
-    expected = cls(**{name: value})
+    needs = NEEDS.get(name, {})
+    expected = cls(**needs, **{name: value})
     spec = spec_of(name)
     assert (spec.flag, spec.env) == ("--" + name.replace("_", "-"), "ABYSSAL_" + name.upper())
-    assert build({name: text}, {}) == expected
-    assert build({name: value}, {}) == expected
-    assert build({}, {spec.env: text, "HOME": "/", "PATH": ""}) == expected
+    assert build({**needs, name: text}, {}) == expected
+    assert build({**needs, name: value}, {}) == expected
+    assert build(needs, {spec.env: text, "HOME": "/", "PATH": ""}) == expected
     assert spec.help and spec.default == getattr(cls(), name)
 
 
