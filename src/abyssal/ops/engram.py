@@ -32,8 +32,12 @@ def engram(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: flo
 
 def engram_in_tiles(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`engram`, TILE tokens at a time, the last ones filled up: the order of PyTorch's sums follows the shape of its input."""
-    tiles = []
-    for tile in zip(*(x.split(TILE) for x in (streams, key, value)), strict=True):
-        full = [F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, TILE - len(rows))) for rows in tile]
-        tiles.append(engram(full[0], full[1], full[2], weight, eps))
+    tiles = [
+        engram(_filled(h), _filled(k), _filled(v), weight, eps)
+        for h, k, v in zip(streams.split(TILE), key.split(TILE), value.split(TILE), strict=True)
+    ]
     return torch.cat(tiles)[: len(streams)]
+
+
+def _filled(rows: Tensor) -> Tensor:
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, TILE - len(rows)))
