@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.families import FAMILIES, write_small
+from tests.support.families import write_small
 
 Call = Any  # the fixture `call` of tests/cli/conftest.py
 SMALL = ("--device", "cpu", "--kv-cache-bytes", "32MiB", "--max-num-batched-tokens", "64", "--steps", "2")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["v4", pytest.param("v41", marks=pytest.mark.long)])
 def test_rows_of_every_size_with_their_ops_and_roofs(call: Call, family: str, tmp_path: Path) -> None:
     folder = write_small(family, tmp_path, seed=1)
     done = call(

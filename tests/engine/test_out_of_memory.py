@@ -89,7 +89,7 @@ def run_out(eng: Engine, monkeypatch: pytest.MonkeyPatch, when: Callable[[list[C
     return failed
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_limit_on_the_step_is_found_and_every_request_ends_with_its_tokens(
     folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, caching: bool
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_limit_on_the_step_is_found_and_every_request_ends_with_its_tokens(
     assert eng.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize(("every", "until"), [(2, 12), (5, 26)])
+@pytest.mark.parametrize(("every", "until"), [(2, 12), pytest.param(5, 26, marks=pytest.mark.long)])
 def test_steps_that_fail_now_and_then_are_computed_again(
     folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, every: int, until: int
 ) -> None:

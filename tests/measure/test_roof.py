@@ -124,7 +124,7 @@ class Reads:
         return {name: counts[name] * spec.layout.bytes_per_entry for name, spec in self.specs.items()}
 
 
-@pytest.mark.parametrize("context", [2, 9, 131, 640])
+@pytest.mark.parametrize("context", [pytest.param(2, marks=pytest.mark.long), pytest.param(9, marks=pytest.mark.long), 131, 640])
 @pytest.mark.parametrize("name", NAMES)
 def test_cache_bytes_are_those_of_the_slots_of_real_steps(
     name: str, context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
