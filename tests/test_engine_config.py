@@ -90,8 +90,9 @@ def test_every_option_works_as_field_flag_and_variable(cls: Any, build: Any, nam
 @pytest.mark.parametrize(("cls", "build", "name", "value", "text"), EVERY_OPTION)
 def test_given_value_wins_over_variable_over_default(cls: Any, build: Any, name: str, value: Any, text: str) -> None:
     """And a broken variable that a given value overrides does not matter; None means not given."""
-    assert build({name: value}, {spec_of(name).env: "\t"}) == cls(**{name: value})
-    assert build({name: None}, {spec_of(name).env: text}) == cls(**{name: value})
+    needs = NEEDS.get(name, {})
+    assert build({**needs, name: value}, {spec_of(name).env: "\t"}) == cls(**needs, **{name: value})
+    assert build({**needs, name: None}, {spec_of(name).env: text}) == cls(**needs, **{name: value})
     assert build({name: None}, {}) == cls()
 
 
