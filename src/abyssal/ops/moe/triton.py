@@ -1049,6 +1049,8 @@ def _routing_cases(name: str, sizes: tuple[int, int, int, int | None], format: s
         cases.append(
             AotCase(f"moe_route {name} {kind}", moe_route, signature, constants | {absent: None}, aligned=("x", "inputs"))
         )
+    store = {n: constants[n] for n in ("D", "DP", "WIDTH", "TILE", "FORMAT", "quant", "STEPS")}
+    cases.append(AotCase(f"moe_input {name}", moe_input, {"x": "*bf16", "inputs": "*bf16"}, store, aligned=("x", "inputs")))
     plan = {
         "experts": "*i32",
         "order": "*i32",
