@@ -37,7 +37,7 @@ def options_of(name: str) -> dict[str, click.Parameter]:
 def test_help_lists_what_exists_and_nothing_else() -> None:
     text = CliRunner().invoke(cli, ["--help"]).output
     listed = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line.strip()]
-    assert listed == list(COMMANDS) == ["serve", "generate", "chat", "plan", "doctor"]
+    assert listed == list(COMMANDS) == ["serve", "generate", "chat", "plan", "bench", "doctor"]
     assert CliRunner().invoke(cli, ["bench"]).exit_code == 2
 
 
