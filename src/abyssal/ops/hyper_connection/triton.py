@@ -921,6 +921,12 @@ def hyper_connection_finish(
         )  # fmt: skip
 
 
+FEW_BYTES = "at most 32 bytes, once per program, where the sums of all columns are live"
+SPILLS = dict.fromkeys(
+    ("site expand 24 own pre D5120 T8", "project expand 24 given pre D5120 T512", "site expand 4 own pre D4096 T8"), FEW_BYTES
+)
+
+
 def aot_cases() -> list[AotCase]:
     """Both orders at the released hidden sizes and every launch shape; the other kinds of site at one size."""
     types = {name: "*fp32" for name in ("post", "comb", "pre", "base", "scale", "norm_weight", "partials")}
@@ -948,9 +954,10 @@ def aot_cases() -> list[AotCase]:
             absent |= {"fn", "base", "scale", "pre_out"} if rows == 0 else set()
             names = set(function.arg_names)
             values = constants | more | {"HOLD": arch == HOPPER} | dict.fromkeys(absent)
+            case = f"{function.__name__[17:]} {source} {rows} {'own' if own else 'given'} pre D{hidden} T{tokens}"
             cases.append(
                 AotCase(
-                    f"{function.__name__[17:]} {source} {rows} {'own' if own else 'given'} pre D{hidden} T{tokens}",
+                    case,
                     function,
                     {name: kind for name, kind in types.items() if name in names - absent},
                     {name: value for name, value in values.items() if name in names},
@@ -958,6 +965,7 @@ def aot_cases() -> list[AotCase]:
                     num_stages=config.num_stages,
                     aligned=tuple(name for name, kind in types.items() if name in names - absent and kind.startswith("*")),
                     archs=(arch,),
+                    spill_reason=SPILLS.get(case),
                 )
             )
     pointers = ("source", "out", "post", "comb", "streams")
