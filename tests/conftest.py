@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from safetensors import safe_open
@@ -24,6 +25,9 @@ if not torch.cuda.is_available():
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     repair_interpreter()
+
+hypothesis.settings.register_profile("abyssal", deadline=None)  # no test depends on how busy the machine is
+hypothesis.settings.load_profile("abyssal")
 
 torch.set_num_threads(1)  # the same sums on every machine; two threads on a busy machine wait for each other
 
