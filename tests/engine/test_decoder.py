@@ -105,6 +105,8 @@ def test_rows_without_a_sequence_have_no_token(folder: Path, monkeypatch: pytest
     assert decoded and all(ids[3] == -1 and min(ids[:3]) >= 0 for ids in decoded)
 
 
+@pytest.mark.long  # minutes of interpreted kernels
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="see test_graphs.py")
 @pytest.mark.parametrize(("write", "layout"), [(v4, "v4"), (v41, "v41")], ids=["v4", "v41"])
 def test_kernels_in_fixed_shapes(
