@@ -372,7 +372,7 @@ def _query_lists(
     visible = {r: (positions + 1) // r for r in ratios}
     most = {r: int(v.max()) for r, v in visible.items()}
     wholly = {f"c{p.ratio}" for p in config.layers if p.selection == "all" or (p.ratio and most[p.ratio] <= config.index_topk)}
-    whole = {name: page_slots(tables[name], cache.specs[name], most[cache.specs[name].ratio]) for name in wholly}
+    whole = {name: _page_slots(tables[name], cache.specs[name], most[cache.specs[name].ratio]) for name in wholly}
     one_each = len(positions) == len(chunks)
     return QueryLists(
         sequences=None if one_each else _tensor(np.repeat(np.arange(len(chunks)), counts), device),
@@ -385,7 +385,7 @@ def _query_lists(
     )
 
 
-def page_slots(pages: Tensor, spec: CacheSpec, count: int) -> Tensor:
+def _page_slots(pages: Tensor, spec: CacheSpec, count: int) -> Tensor:
     """pages int32 [..., P] -> slots int32 [..., count] of the first `count` entries; beyond a sequence's last page in the zero page."""
     entry = torch.arange(count, dtype=torch.int32, device=pages.device)
     return pages.index_select(-1, entry // spec.entries_per_page) * spec.entries_per_page + entry % spec.entries_per_page

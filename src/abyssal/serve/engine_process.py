@@ -1,6 +1,6 @@
 """One engine process: takes requests from a socket, steps the engine, reports what each step gave.
 
-Started by `abyssal.serve.rank_processes` as `python -m abyssal.serve.engine_process SOCKET_ADDRESS ENGINE_CLASS RANK STORE`; a
+Started by `RankProcesses` of `abyssal.serve.engine_client` as `python -m abyssal.serve.engine_process SOCKET_ADDRESS ENGINE_CLASS RANK STORE`; a
 `wire.Start` comes as JSON in the first line of standard input, which then stays open for as long as the parent lives.
 """
 

@@ -119,5 +119,4 @@ def wrap(note: Note) -> RoomNote | PartNote:
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
-decode_commands = msgspec.msgpack.Decoder(list[Command]).decode
 decode_event = msgspec.msgpack.Decoder(Event).decode

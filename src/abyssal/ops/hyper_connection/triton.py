@@ -226,8 +226,10 @@ def site(
         return result
     if config is None:
         sms = sm_count(source.device)
-        chosen = launch_config(tokens, hidden, sms, pre is None, one_launch=source.is_cuda)
-        config = invariant_config(hidden, sms) if batch_invariant else chosen
+        if batch_invariant:
+            config = invariant_config(hidden, sms)
+        else:
+            config = launch_config(tokens, hidden, sms, pre is None, one_launch=source.is_cuda)
     rows_needed, groups = config.partial_rows(tokens), triton.cdiv(tokens, config.block_tokens)
     if state.partials.shape[0] < rows_needed or state.arrivals.shape[0] < groups:
         raise ValueError(

@@ -888,7 +888,7 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     up, down = _fitting(config.up, columns), _fitting(config.down, inner)
     assert (up.block_tokens, up.warps) == (down.block_tokens, down.warps), f"{config}: the products share their blocks of tokens"
     blocks = num_blocks(choices, count, up.block_tokens)
-    device = choice.inputs.device
+    device, early = choice.inputs.device, choice.inputs.is_cuda
     tile = experts.w2.tile
     arrivals = 0 if tile is None or tile <= up.block_rows // 2 else inner // tile
     counters = torch.empty(blocks, max(1, arrivals), dtype=torch.int32, device=device)
@@ -897,12 +897,10 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     span = min(4096, max(128, triton.next_power_of_2(choices)))
     moe_plan[(count + 1,)](
         choice.experts, order, plan, counters, choices, blocks, first, E=count, EP=triton.next_power_of_2(count),
-        BLOCK=up.block_tokens, SPAN=span, ARRIVALS=arrivals, EARLY=choice.inputs.is_cuda, num_warps=4 if span <= 1024 else 8,
-        launch_pdl=choice.inputs.is_cuda,
+        BLOCK=up.block_tokens, SPAN=span, ARRIVALS=arrivals, EARLY=early, num_warps=4 if span <= 1024 else 8, launch_pdl=early,
     )  # fmt: skip
     hidden = torch.empty(choices, inner, dtype=torch.bfloat16, device=device)
     outputs = torch.empty(choices, rows, dtype=torch.bfloat16, device=device)
-    early = choice.inputs.is_cuda
     _, up_rows, _ = experts.w13.shape
     quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
     moe_up[(up_rows // up.block_rows, blocks)](
