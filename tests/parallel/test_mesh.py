@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock as Mock
 
 import pytest
 
 from abyssal import LLM
 from abyssal.config import EngineConfig, resolve_ranks
 from abyssal.errors import ConfigError
+from abyssal.model.moe import MoE
 from abyssal.model_config.presets import PRESETS, load_preset
 from abyssal.parallel.mesh import Mesh
 from tests.support.small_model import small_config
@@ -81,3 +83,16 @@ def test_parts_cover_everything_once(dp: int, tp: int, ep: int) -> None:
 def test_a_rank_computes_its_heads() -> None:
     local = Mesh(1, 4, 4, 2).local(SMALL)
     assert local == replace(SMALL, num_heads=2, o_groups=1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "whole"), [(Mesh(), True), (Mesh(dp=4), True), (Mesh(dp=2, ep=2), False), (Mesh(tp=2, ep=2), False)]
+)
+def test_a_rank_that_has_every_expert_computes_the_layer_by_one_op(mesh: Mesh, whole: bool) -> None:
+    """Its parts do not know of batch-invariant mode, which replicas that share nothing may be in."""
+    layer = MoE.__new__(MoE)
+    ops = Mock()
+    layer.ops, layer.comm, layer.config, layer.experts = ops, Mock(mesh=mesh), Mock(), Mock()
+    ops.route.return_value = Mock(), Mock()
+    layer(Mock(), Mock())
+    assert (ops.moe.called, ops.route.called) == (whole, not whole)

@@ -38,7 +38,7 @@ class MoE:
 
     def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """x [T, D], normalised; token_ids [T] -> [T, D]."""
-        if self.comm.mesh.size == 1:
+        if self.comm.mesh.ep == 1:  # every expert is here
             return self.ops.moe(x, token_ids, self.experts)
         chosen, weights = self.ops.route(x, token_ids, self.experts)
         routed = self.comm.experts(x, chosen, weights, self.config.num_experts, self._routed)  # fp32
