@@ -93,8 +93,8 @@ def test_full_engines_let_prompts_wait_and_all_finish(tight: str, tmp_path: Path
         at_once = 0
         while sum(both.updates[name][-1].finish_reason is not None for name in expected if both.updates[name]) < len(expected):
             both.step()
-            waiting = sum(not incoming.is_reserved for incoming in both.decode._incoming.values())
-            at_once = max(at_once, len(both.decode.scheduler.running) + len(both.decode._incoming) - waiting)
+            waiting = sum(not incoming.is_reserved for incoming in both.decode._moving.values())
+            at_once = max(at_once, len(both.decode.scheduler.running) + len(both.decode._moving) - waiting)
             assert len(both.decode.scheduler.running) <= both.decode.config.max_num_seqs
         assert at_once < 4, "it was tight"
         assert {name: both.tokens(name) for name in expected} == expected

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from abyssal.engine.link import Link
 from abyssal.engine.request import EngineRequest, RequestUpdate
 from abyssal.engine.sampler import SampledToken
 from abyssal.engine.sequence import Sequence
-from abyssal.errors import EngineDeadError, RequestError
+from abyssal.errors import EngineDeadError
 from abyssal.kv.handover import Part, complete, read_part, write_part
 from abyssal.kv.planner import part_bytes
 
@@ -53,6 +54,27 @@ class PartSent:
 
 
 Note = Reserved | PartSent
+Moving = TypeVar("Moving")  # what an engine keeps of a request that is on its way
+
+
+class LinkedEngine(Engine, Generic[Moving]):
+    """An engine that hands requests over, or takes them up.
+
+    Attributes:
+        outbox: notes that nobody has taken yet.
+    """
+
+    def __init__(self, config: EngineConfig, link: Link) -> None:
+        super().__init__(config)
+        self.link = link
+        self.outbox: list[Note] = []
+        self._moving: dict[str, Moving] = {}  # by request id
+
+    def has_unfinished(self) -> bool:
+        return super().has_unfinished() or bool(self._moving)
+
+    def _is_in_use(self, request_id: str) -> bool:
+        return super()._is_in_use(request_id) or request_id in self._moving
 
 
 @dataclass(slots=True)
@@ -63,18 +85,8 @@ class _Outgoing:
     is_computed: bool = False  # the prompt is; the sequence holds its pages until they are sent
 
 
-class PrefillEngine(Engine):
-    """Computes prompts and their first token for decode engines.
-
-    Attributes:
-        outbox: notes that nobody has taken yet.
-    """
-
-    def __init__(self, config: EngineConfig, link: Link) -> None:
-        super().__init__(config)
-        self.link = link
-        self.outbox: list[Note] = []
-        self._outgoing: dict[str, _Outgoing] = {}
+class PrefillEngine(LinkedEngine[_Outgoing]):
+    """Computes prompts and their first token for decode engines."""
 
     def add_for(self, receiver: int, request: EngineRequest) -> None:
         """As `add`; after its first token `request` goes on in the engine of rank `receiver`.
@@ -82,33 +94,28 @@ class PrefillEngine(Engine):
         Raises:
             RequestError: it can never be served as asked.
         """
-        if request.request_id in self._outgoing:
-            raise RequestError(f"request id {request.request_id!r} is already in use", param="request_id")
         self.add(request)
-        self._outgoing[request.request_id] = _Outgoing(self._sequences[request.request_id], receiver)
+        self._moving[request.request_id] = _Outgoing(self._sequences[request.request_id], receiver)
 
     def take_note(self, note: Reserved) -> None:
         """The decode engine has pages; one of a request that has ended is ignored."""
-        if (outgoing := self._outgoing.get(note.request_id)) is not None:
+        if (outgoing := self._moving.get(note.request_id)) is not None:
             outgoing.sent = note.known
 
     def abort(self, request_id: str) -> None:
-        outgoing = self._outgoing.pop(request_id, None)
+        outgoing = self._moving.pop(request_id, None)
         if outgoing is not None and outgoing.is_computed:
             self.cache.free(outgoing.seq.cache)
         super().abort(request_id)
 
-    def has_unfinished(self) -> bool:
-        return super().has_unfinished() or bool(self._outgoing)
-
     def poll_ms(self) -> int | None:
         """While computed sequences keep their pages, waiting requests may find none."""
-        waits = not self.scheduler.running and any(outgoing.is_computed for outgoing in self._outgoing.values())
+        waits = not self.scheduler.running and any(outgoing.is_computed for outgoing in self._moving.values())
         return None if waits else super().poll_ms()
 
     def step(self) -> list[RequestUpdate]:
         updates = super().step()
-        for request_id in [name for name, outgoing in self._outgoing.items() if self._send(outgoing)]:
+        for request_id in [name for name, outgoing in self._moving.items() if self._send(outgoing)]:
             self.abort(request_id)
         return updates
 
@@ -118,7 +125,7 @@ class PrefillEngine(Engine):
 
     def _commit(self, seq: Sequence, count: int, token: SampledToken | None) -> RequestUpdate | None:
         update = super()._commit(seq, count, token)
-        if update is None or (outgoing := self._outgoing.get(update.request_id)) is None:
+        if update is None or (outgoing := self._moving.get(update.request_id)) is None:
             return update
         if update.finish_reason is None:
             del self._sequences[update.request_id]
@@ -128,10 +135,10 @@ class PrefillEngine(Engine):
 
     def _end(self, seq: Sequence) -> None:
         super()._end(seq)
-        self._outgoing.pop(seq.request.request_id, None)
+        self._moving.pop(seq.request.request_id, None)
 
     def _refuse_head(self) -> list[RequestUpdate]:
-        kept = any(outgoing.is_computed for outgoing in self._outgoing.values())
+        kept = any(outgoing.is_computed for outgoing in self._moving.values())
         return [] if kept else super()._refuse_head()
 
     def _send(self, outgoing: _Outgoing) -> bool:
@@ -158,18 +165,8 @@ class _Incoming:
     last: PartSent | None = None  # all parts are there
 
 
-class DecodeEngine(Engine):
-    """Goes on with requests whose prompts prefill engines compute.
-
-    Attributes:
-        outbox: notes that nobody has taken yet.
-    """
-
-    def __init__(self, config: EngineConfig, link: Link) -> None:
-        super().__init__(config)
-        self.link = link
-        self.outbox: list[Note] = []
-        self._incoming: dict[str, _Incoming] = {}
+class DecodeEngine(LinkedEngine[_Incoming]):
+    """Goes on with requests whose prompts prefill engines compute."""
 
     def expect(self, request: EngineRequest) -> None:
         """Take up `request` as soon as a prefill engine has computed its prompt and there is room.
@@ -177,34 +174,29 @@ class DecodeEngine(Engine):
         Raises:
             RequestError: it can never be served as asked.
         """
-        if request.request_id in self._incoming:
-            raise RequestError(f"request id {request.request_id!r} is already in use", param="request_id")
-        self._incoming[request.request_id] = _Incoming(self._new_sequence(request, []))
+        self._moving[request.request_id] = _Incoming(self._new_sequence(request, []))
 
     def take_note(self, note: PartSent) -> None:
         """Begin to receive a part. One of a request that was dropped is under way all the same, and is received for nobody."""
         size = part_bytes(self.runner.plan, note.start, note.end, note.part.last)
         future = self.link.receive(size, note.sender)
-        if (incoming := self._incoming.get(note.request_id)) is not None:
+        if (incoming := self._moving.get(note.request_id)) is not None:
             incoming.parts.append((note, future))
 
     def abort(self, request_id: str) -> None:
-        if (incoming := self._incoming.pop(request_id, None)) is not None:
+        if (incoming := self._moving.pop(request_id, None)) is not None:
             self.cache.free(incoming.seq.cache)
         super().abort(request_id)
 
-    def has_unfinished(self) -> bool:
-        return super().has_unfinished() or bool(self._incoming)
-
     def poll_ms(self) -> int | None:
-        arriving = any(incoming.parts or incoming.last for incoming in self._incoming.values())
+        arriving = any(incoming.parts or incoming.last for incoming in self._moving.values())
         return POLL_MS if arriving and not self._sequences else super().poll_ms()
 
     def step(self) -> list[RequestUpdate]:
-        for incoming in self._incoming.values():
+        for incoming in self._moving.values():
             if not incoming.is_reserved and not self._reserve(incoming):
                 break  # in order of arrival: a long prompt would never find room if short ones overtook it
-        for incoming in list(self._incoming.values()):
+        for incoming in list(self._moving.values()):
             self._store(incoming)
             if incoming.last is not None and len(self.scheduler.running) < self.config.max_num_seqs:
                 self._join(incoming, incoming.last)
@@ -235,7 +227,7 @@ class DecodeEngine(Engine):
     def _join(self, incoming: _Incoming, last: PartSent) -> None:
         """The sequence runs here from now on."""
         seq = incoming.seq
-        del self._incoming[last.request_id]
+        del self._moving[last.request_id]
         for token in last.output_ids:
             seq.token_ids.append(token)
             seq.sampler.append(token)

@@ -150,7 +150,7 @@ class Engine:
         self.scheduler.waiting.append(seq)
 
     def _new_sequence(self, request: EngineRequest, output_ids: list[int]) -> Sequence:
-        if request.request_id in self._sequences:
+        if self._is_in_use(request.request_id):
             raise RequestError(f"request id {request.request_id!r} is already in use", param="request_id")
         max_new_tokens = check_request(request, self.info.limits)
         self._requests_seen += 1
@@ -456,6 +456,9 @@ class Engine:
         if self._flight is not None:
             flight, self._flight = self._flight, None
             self._landed += self._land(flight)
+
+    def _is_in_use(self, request_id: str) -> bool:
+        return request_id in self._sequences
 
     def _is_unfinished(self, seq: Sequence) -> bool:
         return self._sequences.get(seq.request.request_id) is seq

@@ -22,7 +22,7 @@ import zmq
 
 import abyssal.engine.grammar  # noqa: F401  now, since the first request that needs it must not hold up the others
 from abyssal.config import EngineConfig
-from abyssal.engine.disaggregation import DecodeEngine, Note, PrefillEngine
+from abyssal.engine.disaggregation import DecodeEngine, LinkedEngine, Note, PrefillEngine
 from abyssal.engine.engine import Engine
 from abyssal.engine.link import Link
 from abyssal.engine.request import RequestUpdate
@@ -148,7 +148,7 @@ _SHARED = msgspec.msgpack.Decoder(tuple[int, list[bytes]])
 
 def serve(engine: Engine, inbox: Commands, socket: Socket, comm: Comm) -> None:
     """Until told to stop: take what has arrived, compute one step, report."""
-    outbox: list[Note] = engine.outbox if isinstance(engine, PrefillEngine | DecodeEngine) else []
+    outbox: list[Note] = engine.outbox if isinstance(engine, LinkedEngine) else []
     while (commands := inbox.take(engine)) is not None:
         updates = [update for command in commands for update in _obey(engine, command, socket, comm)]
         works = engine.has_unfinished()
