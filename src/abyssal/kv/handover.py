@@ -115,10 +115,7 @@ def restore(cache: KVCache, seq: SequenceCache, handed: HandOver) -> bool:
         return False
     for name, spec in cache.specs.items():
         first = known // spec.ratio if spec.lifetime == "context" else 0
-        slots = torch.from_numpy(entry_slots(spec, seq.tables[name], stored_entries(spec, handed.num_tokens)[first:]))
-        assert (slots >= 0).all(), name
-        records = handed.records[name][:, first:].flatten(0, 1).to(cache.views[name].device)
-        cache.views[name].write_bytes(slots.flatten().long().to(records.device), records)
+        _write(cache, spec, seq, stored_entries(spec, handed.num_tokens)[first:], handed.records[name][:, first:].flatten(0, 1))
     complete(cache, seq, handed.token_ids, handed.num_tokens, handed.folded)
     return True
 
@@ -140,12 +137,10 @@ def read_part(cache: KVCache, seq: SequenceCache, part: Part) -> Tensor:
 def write_part(cache: KVCache, seq: SequenceCache, part: Part, raw: Tensor) -> None:
     """The inverse of `read_part`, into pages that `KVCache.allocate_restored` took."""
     begin = 0
-    for name, spec in cache.specs.items():
-        slots = torch.from_numpy(entry_slots(spec, seq.tables[name], part.entries(spec))).flatten().long()
-        assert (slots >= 0).all(), name
-        size = len(slots) * spec.layout.bytes_per_entry
-        records = raw[begin : begin + size].view(-1, spec.layout.bytes_per_entry)
-        cache.views[name].write_bytes(slots.to(records.device), records)
+    for spec in cache.specs.values():
+        entries = part.entries(spec)
+        size = len(spec.layers) * len(entries) * spec.layout.bytes_per_entry
+        _write(cache, spec, seq, entries, raw[begin : begin + size].view(-1, spec.layout.bytes_per_entry))
         begin += size
     assert begin == len(raw), f"{len(raw)} bytes for a part of {begin}"
 
@@ -191,6 +186,14 @@ def _read(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndarr
     if spec.lifetime == "record" and len(entries):
         records[:, ~_meaningful(spec, seq)] = 0
     return records
+
+
+def _write(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndarray, records: Tensor) -> None:
+    """The inverse of `_read`: records uint8 [layers * entries, bytes_per_entry], into pages that `seq` holds."""
+    view = cache.views[spec.name]
+    slots = entry_slots(spec, seq.tables[spec.name], entries)
+    assert (slots >= 0).all(), f"{spec.name} has no page where records arrive"
+    view.write_bytes(torch.from_numpy(slots).flatten().long().to(view.device), records.to(view.device))
 
 
 def _meaningful(spec: CacheSpec, seq: SequenceCache) -> Tensor:

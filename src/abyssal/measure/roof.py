@@ -144,18 +144,27 @@ def _scored(config: ModelConfig, tokens: np.ndarray) -> Iterator[tuple[LayerPlan
             candidates = config.candidate_topk_blocks * config.candidate_block_size
 
 
+def _visible(plan: LayerPlan, tokens: np.ndarray, most: int | None) -> int:
+    """Compressed entries that the queries at positions `tokens` see, at most so many each, added up."""
+    visible = (tokens + 1) // plan.ratio
+    return int((visible if most is None else np.minimum(visible, most)).sum())
+
+
+def _attended(plan: LayerPlan, config: ModelConfig, tokens: np.ndarray) -> int:
+    """Compressed entries that these queries attend to, added up."""
+    return _visible(plan, tokens, config.index_topk if plan.selection == "topk" else None)
+
+
 def _cache(config: ModelConfig, caches: CachePlan, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, float]]:
     read: Counter[str] = Counter(dict.fromkeys(caches.specs, 0))
     written: Counter[str] = Counter(dict.fromkeys(caches.specs, 0))
     read["window"] += config.num_layers * int(np.minimum(tokens + 1, config.sliding_window).sum())
     for plan in config.layers:
         if plan.kv_source is not None:
-            visible = (tokens + 1) // plan.ratio
-            seen = np.minimum(visible, config.index_topk) if plan.selection == "topk" else visible
-            read[f"c{plan.ratio}"] += int(seen.sum())
+            read[f"c{plan.ratio}"] += _attended(plan, config, tokens)
     for plan, most in _scored(config, tokens):
         if most is not None:
-            read[f"c{plan.ratio}_index"] += int(np.minimum((tokens + 1) // plan.ratio, most).sum())
+            read[f"c{plan.ratio}_index"] += _visible(plan, tokens, most)
     for name, spec in caches.specs.items():
         if spec.lifetime == "context":
             written[name] += len(spec.layers) * int(((tokens + 1) % spec.ratio == 0).sum())
@@ -207,13 +216,9 @@ def prefill_flops(config: ModelConfig, start: int, count: int) -> dict[str, floa
     queries = np.arange(start, start + count)
     window = int(np.minimum(queries + 1, config.sliding_window).sum())
     for plan in config.layers:
-        entries = 0
-        if plan.kv_source is not None:
-            visible = (queries + 1) // plan.ratio
-            entries = int((np.minimum(visible, config.index_topk) if plan.selection == "topk" else visible).sum())
+        entries = 0 if plan.kv_source is None else _attended(plan, config, queries)
         flops["sparse_attention"] += 4 * config.num_heads * config.head_dim * (window + entries)
     for plan, most in _scored(config, queries):
         if most is not None:
-            keys = int(np.minimum((queries + 1) // plan.ratio, most).sum())
-            flops["index_score"] += 2 * config.index_heads * config.index_head_dim * keys
+            flops["index_score"] += 2 * config.index_heads * config.index_head_dim * _visible(plan, queries, most)
     return dict(flops)
