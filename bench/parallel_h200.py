@@ -26,6 +26,8 @@ import torch
 from abyssal.config import EngineConfig
 from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest, SamplingParams
+from abyssal.measure.breakdown import profile
+from abyssal.measure.ceilings import synchronised
 from abyssal.parallel.comm import ALONE, Comm
 from abyssal.parallel.mesh import Mesh
 
@@ -144,11 +146,11 @@ def slice_job(comm: Comm, device: str, folder: str, sequences: int, context: int
     names = add_running(engine, sequences, min(context, engine.info.max_model_len - 200))
     for _ in range(WARM_UP):
         engine.step()
-    ends = [_now(device)]
+    ends = [synchronised(engine.runner.device)]
     for _ in range(STEPS):
         engine.step()
         ends.append(time.perf_counter())
-    ends[-1] = _now(device)
+    ends[-1] = synchronised(engine.runner.device)
     assert len(engine.scheduler.running) == len(names)
     communication, busy = _profiled(engine) if device == "cuda" else (0.0, 0.0)
     return {
@@ -161,21 +163,11 @@ def slice_job(comm: Comm, device: str, folder: str, sequences: int, context: int
     }
 
 
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def _profiled(engine: Engine) -> tuple[float, float]:
     """Milliseconds of NCCL's kernels and of all kernels in a step."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(PROFILED):
-            engine.step()
-        torch.cuda.synchronize()
-    events = profiler.key_averages()
-    times = {event.key: event.self_device_time_total / PROFILED / 1e3 for event in events}
-    return sum(ms for name, ms in times.items() if "nccl" in name.lower()), sum(times.values())
+    found = profile(lambda: [engine.step() for _ in range(PROFILED)], engine.runner.device)
+    times = found.by_op.get("communication", 0.0), sum(found.by_kernel.values())
+    return times[0] / PROFILED * 1e3, times[1] / PROFILED * 1e3
 
 
 def measure_slice(gpus: list[int], device: str, layers: int, sequences: int, context: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 import triton
-from timing import COPY_BANDWIDTH, median_us
+from timing import COPY_BANDWIDTH, compile_in_processes, median_us
 
 from abyssal.ops import hyper_connection as hc
 from abyssal.ops.hyper_connection import triton as kernel
@@ -135,10 +134,7 @@ def main() -> None:
         return
     begin = time.monotonic()
     command = [sys.executable, __file__, "--hidden", *map(str, args.hidden), "--tokens", *map(str, args.tokens)]
-    command += ["--processes", str(args.processes)]
-    workers = [subprocess.Popen([*command, "--share", str(i)]) for i in range(args.processes)]
-    for worker in workers:
-        worker.wait()
+    compile_in_processes(command, args.processes)
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
 
     num_sms, rows = kernel.sm_count(torch.device("cuda", 0)), []

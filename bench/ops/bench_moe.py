@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from abyssal.ops.linear import LinearWeight
 from abyssal.ops.moe import ExpertLayer
 from abyssal.ops.moe import triton as kernels
 from abyssal.ops.moe.triton import MoeConfig, ProductConfig
-from bench.ops.timing import COPY_BANDWIDTH, median_us
+from bench.ops.timing import COPY_BANDWIDTH, compile_in_processes, median_us
 
 FP8_FLOPS = 1414e12  # flop/s, twice the measured bf16 rate
 TOKENS = (1, 8, 64, 128, 512, 2048, 4096)
@@ -175,10 +174,7 @@ def main() -> None:
         return
     begin = time.monotonic()
     command = [sys.executable, "-m", "bench.ops.bench_moe", "--model", *args.model, "--tokens", *map(str, args.tokens)]
-    command += ["--processes", str(args.processes)]
-    workers = [subprocess.Popen([*command, "--share", str(i)]) for i in range(args.processes)]
-    for worker in workers:
-        worker.wait()
+    compile_in_processes(command, args.processes)
     print(
         f"compiled in {time.monotonic() - begin:.0f} s; {torch.cuda.get_device_name()}, torch {torch.__version__}, {triton.__version__}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,3 +40,10 @@ def median_us(fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], repeats
         if index >= 2:
             times.append(start.elapsed_time(end) * 1e3 / (rounds * len(inputs)))
     return statistics.median(times)
+
+
+def compile_in_processes(command: Sequence[str], processes: int) -> None:
+    """Run `command --processes N --share I` for every I below N at a time: each compiles its part into Triton's cache."""
+    workers = [subprocess.Popen([*command, "--processes", str(processes), "--share", str(i)]) for i in range(processes)]
+    for worker in workers:
+        worker.wait()
