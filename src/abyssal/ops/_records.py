@@ -195,6 +195,14 @@ def scale_tiles(x, grid: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def e4m3_tiles(x, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """fp32 [WIDTH] -> uint8 e4m3 codes [WIDTH / TILE, TILE], and the exponents of their scales [WIDTH / TILE] (V4 spec 3.2)."""
+    tiles = tl.reshape(x, (WIDTH // TILE, TILE))
+    exponent = scale_exponent(tl.max(tl.abs(tiles), 1), "e4m3")
+    return e4m3_codes(tiles * power_of_two(-exponent)[:, None]), exponent
+
+
+@triton.jit
 def quantize(x, layout: tl.constexpr, ROWS: tl.constexpr):
     """x [ROWS, D] -> codes uint8 [ROWS, D] (e2m1: [ROWS, D / 2], two per byte), stored scales [ROWS, D / tile].
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import INTERPRETED, e4m3_codes, e4m3_values, power_of_two, scale_exponent, store_like, to_bf16, to_fp32
+from abyssal.ops._records import INTERPRETED, e4m3_tiles, e4m3_values, power_of_two, store_like, to_bf16, to_fp32
 from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 
 WARPS = 4  # each sums its own quarter of the columns
@@ -169,9 +169,7 @@ def quantise_kernel(x, x_stride, out, scales, num_rows, K, TILE: tl.constexpr, W
     token = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     values = to_fp32(tl.load(x + token.to(tl.int64) * x_stride + column, mask=column < K, other=0.0))
-    tiles = tl.reshape(values, (WIDTH // TILE, TILE))
-    exponent = scale_exponent(tl.max(tl.abs(tiles), 1), "e4m3")
-    codes = e4m3_codes(tiles * power_of_two(-exponent)[:, None])
+    codes, exponent = e4m3_tiles(values, TILE, WIDTH)
     place = out + token.to(tl.int64) * K + column
     if CODES:
         tl.store(place, tl.reshape(codes, (WIDTH,)), mask=column < K)

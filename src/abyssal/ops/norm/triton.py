@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import e4m3_codes, power_of_two, round_like, scale_exponent, store_like, to_fp32
+from abyssal.ops._records import e4m3_tiles, power_of_two, round_like, store_like, to_fp32
 from abyssal.ops.linear.triton import QuantisedInput
 
 
@@ -22,9 +22,7 @@ def _norm_row(x, stride, weight, out, scales, row, rows, D, eps, WIDTH: tl.const
     if TILE is None:
         store_like(out + row * D + column, values, mask=inside)
     else:
-        tiles = tl.reshape(round_like(values, True), (WIDTH // TILE, TILE))
-        exponent = scale_exponent(tl.max(tl.abs(tiles), 1), "e4m3")
-        codes = e4m3_codes(tiles * power_of_two(-exponent)[:, None])
+        codes, exponent = e4m3_tiles(round_like(values, True), TILE, WIDTH)
         tl.store(out + row * D + column, tl.reshape(codes, (WIDTH,)), mask=inside)
         tile = tl.arange(0, WIDTH // TILE)
         tl.store(scales + tile * rows + row, power_of_two(exponent), mask=tile * TILE < D)
