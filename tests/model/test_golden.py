@@ -274,7 +274,7 @@ MISTAKES: dict[str, tuple[str, Callable[..., Callable[..., object]]]] = {
         lambda right: lambda *args, pre, **rest: right(*args, pre=pre if args[2] is None else None, **rest),
     ),
     "candidates ignored": ("abyssal.ops._reference.select_topk", lambda right: lambda scores, visible, k, mask=None: right(scores, visible, k)),
-    "no n-gram memory": ("abyssal.model.engram.engram", lambda right: lambda streams, *rest: streams),
+    "no n-gram memory": ("abyssal.model.engram.Engram.__call__", lambda right: lambda self, streams, rows: streams),
     "n-grams end at a cut": ("abyssal.engine.runner.Chunk", lambda right: lambda ids, start, cache, before: right(ids, start, cache, [0] * len(before))),
     "oldest of the window lost": (
         "abyssal.ops._reference.sparse_attention",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("abyssal")
 
+T = TypeVar("T")
 Scheduled = list[tuple[Sequence, int]]
+OUT_OF_MEMORY = torch.OutOfMemoryError()
 MOST_SHORTAGES = 3  # times that a sequence may run out of memory alone: another process may have had it for a moment
 
 
@@ -303,17 +306,31 @@ class Engine:
         return [self._fail(seq, "the KV cache cannot hold this request; shorten it or raise kv_cache_bytes")]
 
     def _run(self, scheduled: Scheduled) -> list[RequestUpdate]:
+        updates, failure = self._attempt(lambda: self._compute(scheduled), len(scheduled))
+        return updates or [] if failure is None else self._redo(scheduled, failure)
+
+    def _attempt(self, compute: Callable[[], T], num_sequences: int) -> tuple[T | None, Exception | None]:
+        """The result of a step, or why there is none. `OUT_OF_MEMORY` stands for all errors of its kind: these keep a step's tensors.
+
+        Raises:
+            EngineDeadError: the device is lost.
+        """
         try:
-            updates = self._compute(scheduled)
-            self.scheduler.budget.fits()
-            return updates
+            result = compute()
         except torch.OutOfMemoryError as error:
-            log.warning("a step of %d sequences ran out of memory: %s", len(scheduled), error)
+            log.warning("a step of %d sequences ran out of memory: %s", num_sequences, error)
+            return None, OUT_OF_MEMORY
         except Exception as error:
             if _device_lost(error):
                 raise EngineDeadError(f"the device failed: {error}") from error
-            return self._recover(scheduled, error)
-        return self._shrink(scheduled)  # out here, where the exception no longer keeps the step's tensors
+            return None, error
+        self.scheduler.budget.fits()
+        return result, None
+
+    def _redo(self, scheduled: Scheduled, failure: Exception) -> list[RequestUpdate]:
+        if failure is OUT_OF_MEMORY:
+            return self._shrink(scheduled) if scheduled else []
+        return self._recover(scheduled, failure)
 
     def _recover(self, scheduled: Scheduled, error: Exception) -> list[RequestUpdate]:
         """The step of `scheduled` failed with `error`."""
@@ -383,23 +400,10 @@ class Engine:
 
     def _launch(self, sequences: list[Sequence], before: Flight | None) -> list[RequestUpdate]:
         """Launch a decode step of `sequences`, whose pages are allocated, then wait for `before`, from which it takes its tokens."""
-        broken, out_of_memory = None, False
-        try:
-            self._flight = self._take_off(sequences, before)
-            self.scheduler.budget.fits()
-        except torch.OutOfMemoryError as error:
-            log.warning("a step of %d sequences ran out of memory: %s", len(sequences), error)
-            out_of_memory = True
-        except Exception as error:
-            if _device_lost(error):
-                raise EngineDeadError(f"the device failed: {error}") from error
-            broken = error
+        self._flight, failure = self._attempt(lambda: self._take_off(sequences, before), len(sequences))
         updates = [] if before is None else self._land(before)
-        left = [(seq, 1) for seq in sequences if self._is_unfinished(seq)]
-        if out_of_memory and left:
-            updates += self._shrink(left)
-        elif broken is not None:
-            updates += self._recover(left, broken)
+        if failure is not None:
+            updates += self._redo([(seq, 1) for seq in sequences if self._is_unfinished(seq)], failure)
         return updates
 
     @torch.inference_mode()
