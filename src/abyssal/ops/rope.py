@@ -28,8 +28,8 @@ def rope_frequencies(rope: RopeConfig) -> Tensor:
         low = max(math.floor(corrected_dim(yarn.beta_fast)), 0)
         high = min(math.ceil(corrected_dim(yarn.beta_slow)), rope.dim - 1)
         span = high - low if high != low else 0.001
-        ramp = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
-        freqs = freqs / yarn.factor * ramp + freqs * (1 - ramp)
+        kept = 1 - ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+        freqs = freqs / yarn.factor * (1 - kept) + freqs * kept  # 1 - kept: the rounding of `kept` is in both shares
     return freqs
 
 
