@@ -22,6 +22,13 @@ def test_released_yarn_table():
         assert freqs[index].item() == pytest.approx(value, rel=2e-7)
 
 
+def test_yarn_shares_are_rounded_like_the_models():
+    """Here 1 - (1 - ramp) is not the ramp: with the ramp itself, frequencies 2 and 4 would be an ulp more."""
+    freqs = rope_frequencies(RopeConfig(64, 160000.0, YarnConfig(8.0, 128, 32.0, 1.0)))
+    stored = ("0x1p+0", "0x1.3dd992p-1", "0x1.8610dcp-2", "0x1.d7b78p-3", "0x1.17db38p-3", "0x1.43a846p-4")  # transformers 5.24
+    assert freqs[:6].tolist() == [float.fromhex(value) for value in stored]
+
+
 def test_plain_table_has_no_yarn():
     expected = torch.tensor([10000 ** (-2 * i / 64) for i in range(32)])
     torch.testing.assert_close(rope_frequencies(PLAIN), expected, rtol=2e-7, atol=0)

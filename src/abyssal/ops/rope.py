@@ -29,7 +29,7 @@ def rope_frequencies(rope: RopeConfig) -> Tensor:
         high = min(math.ceil(corrected_dim(yarn.beta_slow)), rope.dim - 1)
         span = high - low if high != low else 0.001
         kept = 1 - ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
-        freqs = freqs / yarn.factor * (1 - kept) + freqs * kept  # 1 - kept: the rounding of `kept` is in both shares
+        freqs = freqs / yarn.factor * (1 - kept) + freqs * kept  # 1 - kept is not always the ramp: `kept` is rounded
     return freqs
 
 
