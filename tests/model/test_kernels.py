@@ -54,7 +54,7 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sides]:
         side.llm.close()
 
 
-@pytest.mark.parametrize(("write", "layout"), [(v4, "v4"), (v41, "v41")], ids=["v4", "v41"])
+@pytest.mark.parametrize(("write", "layout"), [pytest.param(v4, "v4", marks=pytest.mark.long), (v41, "v41")], ids=["v4", "v41"])
 def test_steps_after_a_prefill_by_the_reference(write: Callable[[Path], None], layout: str, sides: Sides) -> None:
     """A chunk over the end of a group of 128 beside a decoding sequence, then both decoding: what one side stored, the other reads."""
     reference, kernels = sides(write, layout)
