@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 from abyssal.config import EngineConfig
-from abyssal.engine.disaggregation import DecodeEngine, PartSent, PrefillEngine
+from abyssal.engine.disaggregation import DecodeEngine, PrefillEngine, RequestPart, Sending
 from abyssal.engine.engine import Engine
 from abyssal.engine.link import Link
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
-from abyssal.kv.planner import part_bytes, sequence_cost
+from abyssal.kv.planner import layer_bytes, sequence_cost
 
 PREFILL, DECODE = 0, 1
 TOKENS = 24  # generated per measured request
@@ -51,7 +51,7 @@ def place(device: str, rank: int) -> torch.device:
 
 def prefill_process(config: EngineConfig, store: str, pipe: multiprocessing.connection.Connection) -> None:
     link = Link(PREFILL, 2, store, place(config.device, PREFILL))
-    engine = TimedPrefillEngine(config, link)
+    engine = TimedPrefillEngine(config, link, pipe.send)
     engine.first_token = {}
     link.connect(senders=1)
     while True:
@@ -62,12 +62,8 @@ def prefill_process(config: EngineConfig, store: str, pipe: multiprocessing.conn
             method, arguments = command
             getattr(engine, method)(*arguments)
             wait = 0
-        updates = engine.step()
-        if updates or engine.outbox:
-            pipe.send(
-                (updates, engine.outbox, {u.request_id: engine.first_token[u.request_id] for u in updates}, link.bytes_sent)
-            )
-            engine.outbox = []
+        if updates := engine.step():
+            pipe.send((updates, {u.request_id: engine.first_token[u.request_id] for u in updates}, link.bytes_sent))
 
 
 class Pair:
@@ -75,13 +71,14 @@ class Pair:
 
     def __init__(self, config: EngineConfig, pipe: multiprocessing.connection.Connection, store: str) -> None:
         link = Link(DECODE, 2, store, place(config.device, DECODE))
-        self.decode, self.pipe = DecodeEngine(config, link), pipe
+        self.decode = DecodeEngine(config, link, lambda note: pipe.send(("take_note", (note,))))
+        self.pipe = pipe
         link.connect(senders=1)
         self.tokens: dict[str, list[int]] = {}
         self.ended: set[str] = set()
         self.computed_at: dict[str, float] = {}
         self.decoded_at: dict[str, float] = {}
-        self.parts: list[PartSent] = []
+        self.parts: list[RequestPart] = []
         self.bytes_sent = 0
 
     def add(self, request: EngineRequest) -> None:
@@ -92,21 +89,20 @@ class Pair:
     def step(self) -> float:
         """Carry what has come, and step; seconds of the decode engine's step, or 0 when it had nothing to compute."""
         while self.pipe.poll(0):
-            updates, notes, times, self.bytes_sent = self.pipe.recv()
-            self.computed_at |= times
-            for note in notes:
-                self.parts.append(note)
-                self.decode.take_note(note)
-            self._take(updates)
+            message = self.pipe.recv()
+            if isinstance(message, tuple):
+                updates, times, self.bytes_sent = message
+                self.computed_at |= times
+                self._take(updates)
+            else:
+                self.parts += message.parts if isinstance(message, Sending) else []
+                self.decode.take_note(message)
         start = time.monotonic()
         updates = self.decode.step()
         seconds = time.monotonic() - start
         for update in updates:
             self.decoded_at.setdefault(update.request_id, start + seconds)
         self._take(updates)
-        for note in self.decode.outbox:
-            self.pipe.send(("take_note", (note,)))
-        self.decode.outbox.clear()
         return seconds if updates else 0.0
 
     def _take(self, updates: list[RequestUpdate]) -> None:
@@ -151,12 +147,14 @@ def measure(pair: Pair, measured: EngineRequest, running: int) -> dict[str, Any]
     parts = [part for part in pair.parts[first_part:] if part.request_id == name]
     plan = pair.decode.runner.plan
     planned = sum(cost.payload for cost in sequence_cost(plan, context))
-    assert sum(part_bytes(plan, p.start, p.end, p.part.last) for p in parts) == planned == pair.bytes_sent - sent_before
-    early = sum(part_bytes(plan, p.start, p.end, False) for p in parts[:-1])
+    sizes = [layer_bytes(plan, part.start, part.end, part.last) for part in parts]
+    assert sum(map(sum, sizes)) == planned == pair.bytes_sent - sent_before
+    early = sum(map(sum, sizes[:-1]))
     gap = pair.decoded_at[name] - pair.computed_at[name]
     return {
         "context": context, "running": running, "gap_ms": gap * 1e3, "step_ms": statistics.median(steps[-TOKENS:]) * 1e3,
         "bytes": planned, "sent_before_the_last_chunk": early / planned, "parts": len(parts),
+        "sent_before_the_last_layer": 1 - sizes[-1][-1] / planned,
     }  # fmt: skip
 
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from abyssal.errors import EngineDeadError
+
 PATIENCE = timedelta(minutes=30)  # a peer may be loading a model
 
 
@@ -44,20 +46,26 @@ class Link:
                     dist.recv(probe, sender)
 
     def send(self, raw: Tensor, receiver: int) -> None:
-        """Send `raw`, uint8 [bytes], which must not be written to afterwards."""
+        """Send `raw`, uint8 [bytes], as kernels launched so far write it; it must not be written to afterwards.
+
+        Raises:
+            EngineDeadError: the receiver is gone.
+        """
         self.bytes_sent += raw.numel()
-        work = dist.isend(raw, receiver)
+        try:
+            work = dist.isend(raw, receiver)
+        except RuntimeError as error:
+            raise EngineDeadError(f"the link to engine {receiver} broke: {error}") from error
         assert work is not None
         self._senders.submit(self._wait, work, raw)
 
-    def receive(self, size: int, sender: int) -> Future[Tensor]:
-        """The next message of `sender`, uint8 [size], once it has arrived. The future fails when the sender is gone."""
-        raw = torch.empty(size, dtype=torch.uint8, device=self.device)
+    def receive(self, raw: Tensor, sender: int) -> Future[None]:
+        """Let `raw`, uint8 [bytes], be the next message of `sender`. The future is done when it is; it fails when the sender is gone."""
         work = dist.irecv(raw, sender)
         assert work is not None
         return self._receivers.submit(self._wait, work, raw)
 
-    def _wait(self, work: dist.Work, raw: Tensor) -> Tensor:
+    def _wait(self, work: dist.Work, raw: Tensor) -> None:
         """Until `work` is done on the device; `raw` lives until then."""
         if self._stream is None:
             work.wait()
@@ -65,4 +73,3 @@ class Link:
             with torch.cuda.stream(self._stream):
                 work.wait()
                 self._stream.synchronize()
-        return raw

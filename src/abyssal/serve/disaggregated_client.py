@@ -11,6 +11,7 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 
 from abyssal.config import EngineConfig
+from abyssal.engine.disaggregation import Note, Reserved
 from abyssal.engine.engine import EngineInfo, EngineStats
 from abyssal.engine.request import EngineRequest, RequestUpdate
 from abyssal.errors import AbyssalError, EngineDeadError
@@ -102,10 +103,10 @@ class DisaggregatedClient:
         finally:
             self._load.subtract(engines)
 
-    def _carry(self, note: wire.RoomNote | wire.PartNote) -> None:
-        if isinstance(note, wire.PartNote):
-            self._decode[note.note.receiver - len(self._prefill)].pass_on(note)
-        elif (prefill := self._prefill_of.get(note.note.request_id)) is not None:
+    def _carry(self, note: Note) -> None:
+        if not isinstance(note, Reserved):
+            self._decode[note.receiver - len(self._prefill)].pass_on(note)
+        elif (prefill := self._prefill_of.get(note.request_id)) is not None:
             prefill.pass_on(note)
 
     def _die(self, reason: str) -> None:

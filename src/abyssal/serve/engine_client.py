@@ -26,6 +26,7 @@ from torch import Tensor
 
 from abyssal.checkpoint.source import resolve_model
 from abyssal.config import EngineConfig, resolve_ranks
+from abyssal.engine.disaggregation import Note
 from abyssal.engine.engine import EngineInfo, EngineStats
 from abyssal.engine.request import EngineRequest, RequestUpdate
 from abyssal.errors import AbyssalError, ConfigError, EngineDeadError, RequestError
@@ -51,7 +52,7 @@ class EngineClient:
         self.info: EngineInfo = common_info([event.info for event in leaders])
         self.death: str | None = None  # why the engine is gone
         self.num_aborted = 0
-        self.on_note: Callable[[wire.RoomNote | wire.PartNote], None] = lambda _: None
+        self.on_note: Callable[[Note], None] = lambda _: None
         self.on_death: Callable[[str], None] = lambda _: None
         self._mesh = Mesh.of(config)
         self._processes = processes
@@ -146,7 +147,7 @@ class EngineClient:
             raise RequestError(scored.error, param=scored.param)
         return torch.frombuffer(bytearray(scored.logits), dtype=torch.float32).view(len(rows), self.info.model_vocab_size)
 
-    def pass_on(self, note: wire.RoomNote | wire.PartNote) -> None:
+    def pass_on(self, note: Note) -> None:
         """A note of another engine."""
         self._send(note, 0)
 
@@ -200,11 +201,11 @@ class EngineClient:
                 answer.set_result(event)
         elif isinstance(event, wire.Progress):
             self._stats[replica] = event.stats
-            for note in event.notes:
-                self.on_note(note)
             for update in event.updates:
                 if (queue := self._queues.get(update.request_id)) is not None:
                     queue.put_nowait(update)
+        elif isinstance(event, Note):
+            self.on_note(event)
 
     async def _watch(self) -> None:
         """Notice a process that ends without a word; without it the others cannot go on."""

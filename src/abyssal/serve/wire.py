@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from abyssal.config import EngineConfig
-from abyssal.engine.disaggregation import Note, PartSent, Reserved
+from abyssal.engine.disaggregation import Note
 from abyssal.engine.engine import EngineInfo, EngineStats
 from abyssal.engine.request import EngineRequest, RequestUpdate
 
@@ -45,18 +45,6 @@ class Expect(msgspec.Struct, tag=True):
     request: EngineRequest
 
 
-class RoomNote(msgspec.Struct, tag=True):
-    """From a decode engine, to a prefill engine."""
-
-    note: Reserved
-
-
-class PartNote(msgspec.Struct, tag=True):
-    """From a prefill engine, to a decode engine."""
-
-    note: PartSent
-
-
 class Abort(msgspec.Struct, tag=True):
     """Drop a request, if it still runs."""
 
@@ -92,7 +80,6 @@ class Progress(msgspec.Struct, tag=True):
 
     updates: list[RequestUpdate]
     stats: EngineStats
-    notes: list[RoomNote | PartNote] = []
 
 
 class Scored(msgspec.Struct, tag=True):
@@ -109,13 +96,8 @@ class Dead(msgspec.Struct, tag=True):
     reason: str
 
 
-Command = Add | AddFor | Expect | RoomNote | PartNote | Abort | Score | Wake | Stop
-Event = Ready | Progress | Scored | Dead
-
-
-def wrap(note: Note) -> RoomNote | PartNote:
-    return RoomNote(note) if isinstance(note, Reserved) else PartNote(note)
-
+Command = Add | AddFor | Expect | Note | Abort | Score | Wake | Stop
+Event = Ready | Progress | Note | Scored | Dead
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
