@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from abyssal.config import EngineConfig
 from abyssal.engine.disaggregation import DecodeEngine, PrefillEngine, RequestPart, Sending
 from abyssal.engine.engine import Engine
-from abyssal.engine.link import Link
+from abyssal.engine.link import open_link
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
 from abyssal.kv.planner import layer_bytes, sequence_cost
 
@@ -49,8 +48,8 @@ def place(device: str, rank: int) -> torch.device:
     return torch.device(device, rank if device == "cuda" else None)
 
 
-def prefill_process(config: EngineConfig, store: str, pipe: multiprocessing.connection.Connection) -> None:
-    link = Link(PREFILL, 2, store, place(config.device, PREFILL))
+def prefill_process(config: EngineConfig, backend: str, store: str, pipe: multiprocessing.connection.Connection) -> None:
+    link = open_link(backend, PREFILL, 2, store, place(config.device, PREFILL))
     engine = TimedPrefillEngine(config, link, pipe.send)
     engine.first_token = {}
     link.connect(senders=1)
@@ -58,6 +57,7 @@ def prefill_process(config: EngineConfig, store: str, pipe: multiprocessing.conn
         wait = engine.poll_ms()
         while pipe.poll(None if wait is None else wait / 1e3):
             if (command := pipe.recv()) is None:
+                engine.close()
                 return
             method, arguments = command
             getattr(engine, method)(*arguments)
@@ -69,8 +69,8 @@ def prefill_process(config: EngineConfig, store: str, pipe: multiprocessing.conn
 class Pair:
     """The decode engine of this process, and a pipe to the prefill engine."""
 
-    def __init__(self, config: EngineConfig, pipe: multiprocessing.connection.Connection, store: str) -> None:
-        link = Link(DECODE, 2, store, place(config.device, DECODE))
+    def __init__(self, config: EngineConfig, pipe: multiprocessing.connection.Connection, backend: str, store: str) -> None:
+        link = open_link(backend, DECODE, 2, store, place(config.device, DECODE))
         self.decode = DecodeEngine(config, link, lambda note: pipe.send(("take_note", (note,))))
         self.pipe = pipe
         link.connect(senders=1)
@@ -162,6 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--transfer-backend", choices=("auto", "nixl"), default="auto")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--running", type=int, nargs="+", default=[0, 16])
     parser.add_argument("--repeats", type=int, default=5, help="the first one warms up and is not counted")
@@ -174,9 +175,11 @@ def main() -> None:
     folder = tempfile.TemporaryDirectory()
     store = str(Path(folder.name) / "ranks")
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=prefill_process, args=(config, store, there), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=prefill_process, args=(config, args.transfer_backend, store, there), daemon=True
+    )
     process.start()
-    pair = Pair(config, here, store)
+    pair = Pair(config, here, args.transfer_backend, store)
     vocab, rows, checked = pair.decode.info.vocab_size, [], []
     print(f"{'context':>8} {'running':>8} {'gap ms':>8} {'worst':>8} {'step ms':>8} {'MB':>8} {'sent early':>10}", flush=True)
     for context in args.contexts:
@@ -198,7 +201,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps({"rows": rows, "same_tokens": same, "compared": len(checked)}, indent=1))
     process.join(30)
-    dist.destroy_process_group()
+    pair.decode.close()
     assert same == len(checked), "tokens differ"
 
 

@@ -216,6 +216,11 @@ class ServerConfig:
         0, "engines, a GPU each, that compute prompts only and hand them to decode_engines; 0: one engine does both", low=0
     )
     decode_engines: int = option(1, "engines, a GPU each, beside prefill_engines", low=1)
+    transfer_backend: str = option(
+        "auto",
+        "how caches go from prefill to decode engines; auto: NCCL between GPUs, gloo on CPU",
+        choices=("auto", "nixl"),
+    )
     ray: bool = option(
         False, "run the engines as replicas on a Ray cluster: the one that RAY_ADDRESS names, or one of this machine"
     )
@@ -227,6 +232,8 @@ class ServerConfig:
             raise ConfigError(f"replicas={self.replicas} needs ray; on this machine alone dp does the same")
         if self.ray and self.prefill_engines:
             raise ConfigError("ray and prefill_engines do not go together; leave one out")
+        if self.transfer_backend != "auto" and self.prefill_engines == 0:
+            raise ConfigError(f"transfer_backend={self.transfer_backend} needs prefill_engines of at least 1")
         if self.decode_engines > 1 and self.prefill_engines == 0:
             raise ConfigError(f"decode_engines={self.decode_engines} needs prefill_engines of at least 1")
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from abyssal.config import EngineConfig
 from abyssal.engine.disaggregation import DecodeEngine, PrefillEngine, RequestPart, Sending
-from abyssal.engine.link import Link
+from abyssal.engine.link import open_link
 from abyssal.engine.request import EngineRequest, RequestUpdate
 
 PREFILL, DECODE = 0, 1
@@ -38,10 +37,10 @@ class Stepped:
     bytes_sent: int
 
 
-def prefill_process(config: EngineConfig, store: str, pipe: multiprocessing.connection.Connection) -> None:
+def prefill_process(config: EngineConfig, backend: str, store: str, pipe: multiprocessing.connection.Connection) -> None:
     """Obey `(method, arguments)` until None; notes go through the pipe at once, and "step" ends with `Stepped`."""
     torch.set_num_threads(1)
-    engine = PrefillEngine(config, Link(PREFILL, 2, store, CPU), pipe.send)
+    engine = PrefillEngine(config, open_link(backend, PREFILL, 2, store, CPU), pipe.send)
     engine.link.connect(senders=1)
     pipe.send(engine.runner.sizes)
     while (command := pipe.recv()) is not None:
@@ -53,6 +52,7 @@ def prefill_process(config: EngineConfig, store: str, pipe: multiprocessing.conn
         if method == "step":
             stats = engine.stats()
             pipe.send(Stepped(answer, stats.pages_free == stats.pages_total, engine.link.bytes_sent))
+    engine.close()
 
 
 def _before_layer(engine: PrefillEngine, pipe: multiprocessing.connection.Connection, layer: int, fails: bool) -> None:
@@ -133,14 +133,18 @@ class Pair:
 
 
 @contextmanager
-def pair(folder: Path, model: str | Path, decode: dict[str, Any] | None = None, **options: Any) -> Iterator[Pair]:
+def pair(
+    folder: Path, model: str | Path, decode: dict[str, Any] | None = None, backend: str = "auto", **options: Any
+) -> Iterator[Pair]:
     """`folder`: an empty one; `decode`: options of the decode engine that differ."""
     config = EngineConfig(model=str(model), device="cpu", **options)
     store = str(folder / "store")
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=prefill_process, args=(config, store, there), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=prefill_process, args=(config, backend, store, there), daemon=True
+    )
     process.start()
-    link = Link(DECODE, 2, store, CPU)
+    link = open_link(backend, DECODE, 2, store, CPU)
     try:
         config = EngineConfig(model=str(model), device="cpu", **(options | (decode or {})))
         engine = DecodeEngine(config, link, lambda note: here.send(("take_note", (note,))))
@@ -152,4 +156,4 @@ def pair(folder: Path, model: str | Path, decode: dict[str, Any] | None = None, 
             here.send(None)
         process.join(60)
         process.kill()
-        dist.destroy_process_group()
+        link.close()

@@ -15,10 +15,11 @@ from abyssal.engine.request import EngineRequest, SamplingParams
 from abyssal.errors import EngineDeadError, RequestError
 from abyssal.kv.planner import layer_bytes, sequence_cost
 from tests.engine.disaggregated import Pair, pair
+from tests.engine.test_link import needs_nixl
 from tests.support.families import write_small
 
 OPTIONS = {"kv_cache_bytes": 64 << 20, "max_num_batched_tokens": 256, "max_num_seqs": 4, "max_model_len": 2048}
-PATIENCE = 60.0  # seconds for what should take a moment
+PATIENCE = 120.0  # seconds for what should take a moment
 IDS = random.Random(4).choices(range(2, 160), k=1400)
 
 
@@ -132,6 +133,13 @@ def test_full_engines_let_prompts_wait_and_all_finish(tight: str, tmp_path: Path
         assert at_once < 4, "it was tight"
         assert {name: both.tokens(name) for name in expected} == expected
         assert_drained(both)
+
+
+@needs_nixl
+def test_over_nixl_layers_leave_one_by_one_too(tmp_path: Path) -> None:
+    model = write_small("v4", tmp_path / "model", seed=3)
+    with pair(tmp_path, model, backend="nixl", **OPTIONS) as both:
+        assert_layers_leave_one_by_one(both)
 
 
 # From here on one pair serves all tests; a process can be in one pair at a time.

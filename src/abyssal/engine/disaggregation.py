@@ -88,6 +88,9 @@ class LinkedEngine(Engine, Generic[Moving]):
     def has_unfinished(self) -> bool:
         return super().has_unfinished() or bool(self._moving)
 
+    def close(self) -> None:
+        self.link.close()
+
     def _is_in_use(self, request_id: str) -> bool:
         return super()._is_in_use(request_id) or request_id in self._moving
 

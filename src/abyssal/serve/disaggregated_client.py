@@ -35,14 +35,17 @@ class DisaggregatedClient:
                 self._die(engine.death)
 
     @classmethod
-    async def start(cls, config: EngineConfig, num_prefill: int, num_decode: int) -> DisaggregatedClient:
+    async def start(
+        cls, config: EngineConfig, num_prefill: int, num_decode: int, transfer_backend: str = "auto"
+    ) -> DisaggregatedClient:
         """Start the engines and wait until their models are loaded and their links stand.
 
         Raises:
             AbyssalError: one could not start; the message is its own.
         """
         folder = Path(tempfile.mkdtemp(prefix="abyssal-"))
-        places = [wire.Place(rank, num_prefill, num_decode, str(folder / "ranks")) for rank in range(num_prefill + num_decode)]
+        ranks, store = range(num_prefill + num_decode), str(folder / "ranks")
+        places = [wire.Place(rank, num_prefill, num_decode, store, transfer_backend) for rank in ranks]
         try:
             async with asyncio.TaskGroup() as group:  # when one fails, the others are ended
                 tasks = [group.create_task(EngineClient.start(config, place=place)) for place in places]

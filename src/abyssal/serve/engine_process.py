@@ -24,7 +24,7 @@ import abyssal.engine.grammar  # noqa: F401  now, since the first request that n
 from abyssal.config import EngineConfig
 from abyssal.engine.disaggregation import DecodeEngine, Note, PrefillEngine
 from abyssal.engine.engine import Engine
-from abyssal.engine.link import Link
+from abyssal.engine.link import open_link
 from abyssal.engine.request import RequestUpdate
 from abyssal.errors import AbyssalError, ConfigError, EngineDeadError, RequestError
 from abyssal.parallel.comm import ALONE, Comm
@@ -84,6 +84,7 @@ def _run(socket: Socket, build: Callable[[], Engine], inbox: Commands, comm: Com
         log.exception("the engine stopped")
         socket.send(wire.encode(wire.Dead(str(error))))
         return BAD_START
+    engine.close()
     return 0
 
 
@@ -208,7 +209,7 @@ def _linked(config: EngineConfig, place: wire.Place, socket: Socket) -> Engine:
             )
         device = torch.device("cuda", place.rank)
         torch.cuda.set_device(device)
-    link = Link(place.rank, place.prefill + place.decode, place.store, device)
+    link = open_link(place.backend, place.rank, place.prefill + place.decode, place.store, device)
     build = PrefillEngine if place.rank < place.prefill else DecodeEngine
     engine = build(config, link, lambda note: socket.send(wire.encode(note)))
     link.connect(place.prefill)

@@ -15,6 +15,7 @@ from typing import Protocol
 import uvicorn
 
 from abyssal.config import EngineConfig, ServerConfig
+from abyssal.engine.link import require_nixl
 from abyssal.errors import ConfigError
 from abyssal.serve.app import create_app
 from abyssal.serve.chat import load_chat_format
@@ -93,7 +94,10 @@ async def start_client(engine_config: EngineConfig, server_config: ServerConfig)
         return await EngineClient.start(engine_config)
     if engine_config.dp * engine_config.tp > 1:
         raise ConfigError("prefill_engines and decode_engines have one rank each; leave out dp and tp, or prefill_engines")
-    return await DisaggregatedClient.start(engine_config, server_config.prefill_engines, server_config.decode_engines)
+    if server_config.transfer_backend == "nixl":
+        require_nixl()  # before models are loaded
+    engines = server_config.prefill_engines, server_config.decode_engines
+    return await DisaggregatedClient.start(engine_config, *engines, server_config.transfer_backend)
 
 
 async def _start_cluster(config: EngineConfig, replicas: int) -> RunningClient:

@@ -16,7 +16,8 @@ class Place(msgspec.Struct):
     rank: int
     prefill: int
     decode: int
-    store: str  # as for `engine.link.Link`
+    store: str  # as for `engine.link.open_store`
+    backend: str  # as for `engine.link.open_link`
 
 
 class Start(msgspec.Struct):
