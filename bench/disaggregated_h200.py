@@ -93,7 +93,7 @@ class Pair:
             if isinstance(message, tuple):
                 updates, times, self.bytes_sent = message
                 self.computed_at |= times
-                self._take(updates)
+                self._take(updates, first=True)
             else:
                 self.parts += message.parts if isinstance(message, Sending) else []
                 self.decode.take_note(message)
@@ -105,10 +105,12 @@ class Pair:
         self._take(updates)
         return seconds if updates else 0.0
 
-    def _take(self, updates: list[RequestUpdate]) -> None:
+    def _take(self, updates: list[RequestUpdate], first: bool = False) -> None:
+        """`first`: of the prefill engine, whose token may be reported after those of the decode engine."""
         for update in updates:
             assert update.error is None, update.error
-            self.tokens[update.request_id] += update.token_ids
+            tokens = self.tokens[update.request_id]
+            self.tokens[update.request_id] = update.token_ids + tokens if first else tokens + update.token_ids
             if update.finish_reason is not None:
                 self.ended.add(update.request_id)
 
