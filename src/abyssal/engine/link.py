@@ -63,7 +63,10 @@ def require_nixl() -> None:
 
 
 def open_store(path: str, world_size: int) -> dist.Store:
-    """What all ranks read and write; `path` is that of a file, new and the same for all."""
+    """What all ranks read and write; `path` is that of a file, new and the same for all, or tcp://HOST:PORT of a `dist.TCPStore`."""
+    if path.startswith("tcp://"):
+        host, _, port = path.removeprefix("tcp://").rpartition(":")
+        return dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
     store = dist.FileStore(path, world_size)
     store.set_timeout(PATIENCE)
     return store

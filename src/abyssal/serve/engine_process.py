@@ -52,6 +52,9 @@ def main(address: str, engine_class: str, rank: str, store: str) -> int:
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
+    if start.server_key is not None:
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = start.server_key.encode()
     socket.connect(address)
     build, mesh = _load(engine_class), Mesh.of(config, int(rank))
     try:
@@ -202,12 +205,12 @@ def _linked(config: EngineConfig, place: wire.Place, socket: Socket) -> Engine:
     """An engine that works with others, each on a GPU of its own where there are any."""
     device = torch.device("cpu")
     if config.device != "cpu" and torch.cuda.is_available():
-        if torch.cuda.device_count() < place.prefill + place.decode:
+        if torch.cuda.device_count() <= place.device:
             raise ConfigError(
                 f"{place.prefill} prefill and {place.decode} decode engines need a GPU each, and this machine has "
                 f"{torch.cuda.device_count()}; lower prefill_engines or decode_engines"
             )
-        device = torch.device("cuda", place.rank)
+        device = torch.device("cuda", place.device)
         torch.cuda.set_device(device)
     link = open_link(place.backend, place.rank, place.prefill + place.decode, place.store, device)
     build = PrefillEngine if place.rank < place.prefill else DecodeEngine

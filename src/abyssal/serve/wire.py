@@ -18,6 +18,7 @@ class Place(msgspec.Struct):
     decode: int
     store: str  # as for `engine.link.open_store`
     backend: str  # as for `engine.link.open_link`
+    device: int  # its GPU, where there are any
 
 
 class Start(msgspec.Struct):
@@ -25,6 +26,7 @@ class Start(msgspec.Struct):
 
     config: EngineConfig
     place: Place | None  # None: it hands nothing over
+    server_key: str | None = None  # public CURVE key of the front's socket; None: the socket is of this machine
 
 
 class Add(msgspec.Struct, tag=True):
