@@ -58,7 +58,7 @@ def params(**more: object) -> SamplingParams:
 
 def assert_layers_leave_one_by_one(both: Pair) -> None:
     """Before the last layer of the last chunk is computed, all others have arrived, and nothing waits for it but its own bytes."""
-    request = EngineRequest("layers", IDS[350:950], params())
+    request = EngineRequest("layers", IDS[950:350:-1], params())
     expected = one_engine(both.model, [request])["layers"]
     both.add(request)
     both.step(prefill=False)  # pages are taken
@@ -203,7 +203,7 @@ def test_an_aborted_request_leaves_nothing_behind(small: Pair, steps: int) -> No
 
 
 def test_a_request_aborted_between_two_layers_gives_its_pages_back_on_both_sides(small: Pair) -> None:
-    small.add(EngineRequest("between", IDS[:900], params(max_tokens=50)))
+    small.add(EngineRequest("between", IDS[900:0:-1], params(max_tokens=50)))
     small.step(prefill=False)
     small.begin_step(layer=2)
     assert small.decode._moving["between"].arrivals
@@ -212,7 +212,7 @@ def test_a_request_aborted_between_two_layers_gives_its_pages_back_on_both_sides
     assert stats.pages_free == stats.pages_total
     small.finish_step()
     small.prefill("abort", "between")
-    other = EngineRequest("beside", IDS[40:700], params())
+    other = EngineRequest("beside", IDS[700:40:-1], params())
     small.add(other)
     small.finish("beside")
     assert small.tokens("beside") == one_engine(small.model, [other])["beside"]
@@ -256,7 +256,7 @@ def test_what_cannot_be_served_is_refused(small: Pair) -> None:
 
 def test_when_the_prefill_engine_is_killed_between_two_layers_the_decode_engine_ends(small: Pair) -> None:
     """Last in this file: the pair is of no use afterwards."""
-    small.add(EngineRequest("killed", IDS[60:700], params()))
+    small.add(EngineRequest("killed", IDS[1300:600:-1], params()))
     small.step(prefill=False)
     small.begin_step(layer=2)
     small.process.kill()
