@@ -73,8 +73,9 @@ class NixlLink:
         self.bytes_sent = 0
         self._world_size, self._store = world_size, open_store(store, world_size)
         self._memory = "DRAM" if device.type == "cpu" else "VRAM"
-        self._agent = nixl_agent(f"engine-{rank}", nixl_agent_config(backends=["UCX"]))
+        # Before the agent, which needs a CUDA context.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._agent = nixl_agent(f"engine-{rank}", nixl_agent_config(backends=["UCX"]))
         self._rings: dict[int, _Ring] = {}  # by rank of the peer
         self._sends = False
         self._broken: Exception | None = None
