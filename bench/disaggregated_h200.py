@@ -1,6 +1,7 @@
 """One prefill and one decode engine on two GPUs: same tokens as one engine, bytes moved, and how soon the decode engine goes on.
 
-    PYTHONPATH=src python bench/disaggregated_h200.py [--model tiny] [--contexts 1024 8192] [--running 0 16] [--json FILE]
+    PYTHONPATH=src python bench/disaggregated_h200.py [--model tiny] [--contexts 1024 8192] [--running 0 16]
+        [--transfer-backend nixl] [--json FILE]
 
 Each row is one prompt of `context` tokens while `running` other sequences decode. `gap` is the time from the end of the last prefill
 chunk, when its token is known, to the first token of the decode engine; `step` a decoding step of that engine with the same sequences.
@@ -20,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from abyssal.config import EngineConfig
-from abyssal.engine.disaggregation import DecodeEngine, PartSent, PrefillEngine
+from abyssal.engine.disaggregation import DecodeEngine, PrefillEngine, RequestPart, Sending
 from abyssal.engine.engine import Engine
-from abyssal.engine.link import Link
+from abyssal.engine.link import open_link
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
-from abyssal.kv.planner import part_bytes, sequence_cost
+from abyssal.kv.planner import layer_bytes, sequence_cost
 
 PREFILL, DECODE = 0, 1
 TOKENS = 24  # generated per measured request
@@ -49,39 +49,37 @@ def place(device: str, rank: int) -> torch.device:
     return torch.device(device, rank if device == "cuda" else None)
 
 
-def prefill_process(config: EngineConfig, store: str, pipe: multiprocessing.connection.Connection) -> None:
-    link = Link(PREFILL, 2, store, place(config.device, PREFILL))
-    engine = TimedPrefillEngine(config, link)
+def prefill_process(config: EngineConfig, backend: str, store: str, pipe: multiprocessing.connection.Connection) -> None:
+    link = open_link(backend, PREFILL, 2, store, place(config.device, PREFILL))
+    engine = TimedPrefillEngine(config, link, pipe.send)
     engine.first_token = {}
     link.connect(senders=1)
     while True:
         wait = engine.poll_ms()
         while pipe.poll(None if wait is None else wait / 1e3):
             if (command := pipe.recv()) is None:
+                engine.close()
                 return
             method, arguments = command
             getattr(engine, method)(*arguments)
             wait = 0
-        updates = engine.step()
-        if updates or engine.outbox:
-            pipe.send(
-                (updates, engine.outbox, {u.request_id: engine.first_token[u.request_id] for u in updates}, link.bytes_sent)
-            )
-            engine.outbox = []
+        if updates := engine.step():
+            pipe.send((updates, {u.request_id: engine.first_token[u.request_id] for u in updates}, link.bytes_sent))
 
 
 class Pair:
     """The decode engine of this process, and a pipe to the prefill engine."""
 
-    def __init__(self, config: EngineConfig, pipe: multiprocessing.connection.Connection, store: str) -> None:
-        link = Link(DECODE, 2, store, place(config.device, DECODE))
-        self.decode, self.pipe = DecodeEngine(config, link), pipe
+    def __init__(self, config: EngineConfig, pipe: multiprocessing.connection.Connection, backend: str, store: str) -> None:
+        link = open_link(backend, DECODE, 2, store, place(config.device, DECODE))
+        self.decode = DecodeEngine(config, link, lambda note: pipe.send(("take_note", (note,))))
+        self.pipe = pipe
         link.connect(senders=1)
         self.tokens: dict[str, list[int]] = {}
         self.ended: set[str] = set()
         self.computed_at: dict[str, float] = {}
         self.decoded_at: dict[str, float] = {}
-        self.parts: list[PartSent] = []
+        self.parts: list[RequestPart] = []
         self.bytes_sent = 0
 
     def add(self, request: EngineRequest) -> None:
@@ -92,27 +90,28 @@ class Pair:
     def step(self) -> float:
         """Carry what has come, and step; seconds of the decode engine's step, or 0 when it had nothing to compute."""
         while self.pipe.poll(0):
-            updates, notes, times, self.bytes_sent = self.pipe.recv()
-            self.computed_at |= times
-            for note in notes:
-                self.parts.append(note)
-                self.decode.take_note(note)
-            self._take(updates)
+            message = self.pipe.recv()
+            if isinstance(message, tuple):
+                updates, times, self.bytes_sent = message
+                self.computed_at |= times
+                self._take(updates, first=True)
+            else:
+                self.parts += message.parts if isinstance(message, Sending) else []
+                self.decode.take_note(message)
         start = time.monotonic()
         updates = self.decode.step()
         seconds = time.monotonic() - start
         for update in updates:
             self.decoded_at.setdefault(update.request_id, start + seconds)
         self._take(updates)
-        for note in self.decode.outbox:
-            self.pipe.send(("take_note", (note,)))
-        self.decode.outbox.clear()
         return seconds if updates else 0.0
 
-    def _take(self, updates: list[RequestUpdate]) -> None:
+    def _take(self, updates: list[RequestUpdate], first: bool = False) -> None:
+        """`first`: of the prefill engine, whose token may be reported after those of the decode engine."""
         for update in updates:
             assert update.error is None, update.error
-            self.tokens[update.request_id] += update.token_ids
+            tokens = self.tokens[update.request_id]
+            self.tokens[update.request_id] = update.token_ids + tokens if first else tokens + update.token_ids
             if update.finish_reason is not None:
                 self.ended.add(update.request_id)
 
@@ -151,12 +150,14 @@ def measure(pair: Pair, measured: EngineRequest, running: int) -> dict[str, Any]
     parts = [part for part in pair.parts[first_part:] if part.request_id == name]
     plan = pair.decode.runner.plan
     planned = sum(cost.payload for cost in sequence_cost(plan, context))
-    assert sum(part_bytes(plan, p.start, p.end, p.part.last) for p in parts) == planned == pair.bytes_sent - sent_before
-    early = sum(part_bytes(plan, p.start, p.end, False) for p in parts[:-1])
+    sizes = [layer_bytes(plan, part.start, part.end, part.last) for part in parts]
+    assert sum(map(sum, sizes)) == planned == pair.bytes_sent - sent_before
+    early = sum(map(sum, sizes[:-1]))
     gap = pair.decoded_at[name] - pair.computed_at[name]
     return {
         "context": context, "running": running, "gap_ms": gap * 1e3, "step_ms": statistics.median(steps[-TOKENS:]) * 1e3,
         "bytes": planned, "sent_before_the_last_chunk": early / planned, "parts": len(parts),
+        "sent_before_the_last_layer": 1 - sizes[-1][-1] / planned,
     }  # fmt: skip
 
 
@@ -164,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--transfer-backend", choices=("auto", "nixl"), default="auto")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--running", type=int, nargs="+", default=[0, 16])
     parser.add_argument("--repeats", type=int, default=5, help="the first one warms up and is not counted")
@@ -176,9 +178,11 @@ def main() -> None:
     folder = tempfile.TemporaryDirectory()
     store = str(Path(folder.name) / "ranks")
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=prefill_process, args=(config, store, there), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=prefill_process, args=(config, args.transfer_backend, store, there), daemon=True
+    )
     process.start()
-    pair = Pair(config, here, store)
+    pair = Pair(config, here, args.transfer_backend, store)
     vocab, rows, checked = pair.decode.info.vocab_size, [], []
     print(f"{'context':>8} {'running':>8} {'gap ms':>8} {'worst':>8} {'step ms':>8} {'MB':>8} {'sent early':>10}", flush=True)
     for context in args.contexts:
@@ -200,7 +204,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps({"rows": rows, "same_tokens": same, "compared": len(checked)}, indent=1))
     process.join(30)
-    dist.destroy_process_group()
+    pair.decode.close()
     assert same == len(checked), "tokens differ"
 
 

@@ -53,10 +53,15 @@ SERVER_VALUES: dict[str, tuple[Any, str]] = {
     "thinking": ("off", "off"),
     "prefill_engines": (2, "2"),
     "decode_engines": (2, "2"),
+    "transfer_backend": ("nixl", "nixl"),
     "ray": (True, "true"),
     "replicas": (3, "3"),
 }
-NEEDS: dict[str, dict[str, Any]] = {"decode_engines": {"prefill_engines": 1}, "replicas": {"ray": True}}  # mean nothing alone
+NEEDS: dict[str, dict[str, Any]] = {  # mean nothing alone
+    "decode_engines": {"prefill_engines": 1},
+    "transfer_backend": {"prefill_engines": 1},
+    "replicas": {"ray": True},
+}
 EVERY_OPTION = [
     (cls, build, name, value, text)
     for cls, build, values in ((EngineConfig, from_sources, ENGINE_VALUES), (ServerConfig, server_from_sources, SERVER_VALUES))

@@ -216,8 +216,14 @@ class ServerConfig:
         0, "engines, a GPU each, that compute prompts only and hand them to decode_engines; 0: one engine does both", low=0
     )
     decode_engines: int = option(1, "engines, a GPU each, beside prefill_engines", low=1)
+    transfer_backend: str = option(
+        "auto",
+        "how caches go from prefill to decode engines; auto: NCCL between GPUs, gloo on CPU, NIXL with ray",
+        choices=("auto", "nixl"),
+    )
     ray: bool = option(
-        False, "run the engines as replicas on a Ray cluster: the one that RAY_ADDRESS names, or one of this machine"
+        False,
+        "run the engines on a Ray cluster, as replicas or prefill apart: the one that RAY_ADDRESS names, or one of this machine",
     )
     replicas: int = option(1, "engines on the Ray cluster, each of dp*tp GPUs of one node", low=1)
 
@@ -225,8 +231,10 @@ class ServerConfig:
         check_options(self)
         if self.replicas > 1 and not self.ray:
             raise ConfigError(f"replicas={self.replicas} needs ray; on this machine alone dp does the same")
-        if self.ray and self.prefill_engines:
-            raise ConfigError("ray and prefill_engines do not go together; leave one out")
+        if self.replicas > 1 and self.prefill_engines:
+            raise ConfigError(f"replicas={self.replicas} do not go with prefill_engines, which are one server's; leave one out")
+        if self.transfer_backend != "auto" and self.prefill_engines == 0:
+            raise ConfigError(f"transfer_backend={self.transfer_backend} needs prefill_engines of at least 1")
         if self.decode_engines > 1 and self.prefill_engines == 0:
             raise ConfigError(f"decode_engines={self.decode_engines} needs prefill_engines of at least 1")
 

@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 
 from abyssal.config import EngineConfig
+from abyssal.engine.disaggregation import RequestPart
 from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest, SamplingParams
-from abyssal.errors import RequestError
-from abyssal.kv.planner import part_bytes, sequence_cost
+from abyssal.errors import EngineDeadError, RequestError
+from abyssal.kv.planner import layer_bytes, sequence_cost
 from tests.engine.disaggregated import Pair, pair
+from tests.engine.test_link import needs_nixl
 from tests.support.families import write_small
 
 OPTIONS = {"kv_cache_bytes": 64 << 20, "max_num_batched_tokens": 256, "max_num_seqs": 4, "max_model_len": 2048}
+PATIENCE = 120.0  # seconds for what should take a moment
 IDS = random.Random(4).choices(range(2, 160), k=1400)
 
 
@@ -44,8 +47,38 @@ def payload(both: Pair, tokens: int) -> int:
     return sum(cost.payload for cost in sequence_cost(both.decode.runner.plan, tokens))
 
 
+def sizes(both: Pair, part: RequestPart) -> list[int]:
+    """Bytes of each layer."""
+    return layer_bytes(both.decode.runner.plan, part.start, part.end, part.last)
+
+
 def params(**more: object) -> SamplingParams:
     return SamplingParams(**({"temperature": 0, "max_tokens": 9, "ignore_eos": True} | more))
+
+
+def assert_layers_leave_one_by_one(both: Pair) -> None:
+    """Before the last layer of the last chunk is computed, all others have arrived, and nothing waits for it but its own bytes."""
+    request = EngineRequest("layers", IDS[950:350:-1], params())
+    expected = one_engine(both.model, [request])["layers"]
+    both.add(request)
+    both.step(prefill=False)  # pages are taken
+    before = both.bytes_sent
+    both.step()
+    both.step()
+    both.begin_step(layer=len(both.decode.runner.model.blocks) - 1)
+    (*_, last) = both.parts
+    assert (last.start, last.end, last.last) == (512, 600, True)
+    arrival = both.decode._moving["layers"].arrivals[-1]
+    for future in arrival.futures[:-1]:
+        future.result(PATIENCE)
+    assert not arrival.futures[-1].done()
+    early = both.bytes_sent - before + sum(sizes(both, last)[:-1])
+    assert early + sizes(both, last)[-1] == payload(both, 600) and sizes(both, last)[-1] > 0
+    both.finish_step()
+    assert both.bytes_sent - before == payload(both, 600)
+    both.finish("layers")
+    assert both.tokens("layers") == expected
+    assert_drained(both)
 
 
 REQUESTS = [
@@ -68,12 +101,13 @@ def test_two_engines_give_the_tokens_of_one_and_move_the_bytes_of_the_plan(model
         both.finish(*expected)
         assert {name: both.tokens(name) for name in expected} == expected
         handed = {request.request_id: len(request.prompt_ids) for request in REQUESTS if request.params.max_tokens > 1}
-        assert {part.request_id: part.end for part in both.parts if part.part.last} == handed
-        begun = [part for part in both.parts if part.request_id == "first only"]
-        extra = sum(part_bytes(both.decode.runner.plan, part.start, part.end, False) for part in begun)
-        assert both.bytes_sent == sum(payload(both, tokens) for tokens in handed.values()) + extra
+        assert {part.request_id: part.end for part in both.parts if part.last} == handed
+        assert both.bytes_sent == sum(payload(both, tokens) for tokens in handed.values())
+        assert "first only" not in {part.request_id for part in both.parts}
         both.decode.abort("first only")  # it has ended with its first token, which its decode engine cannot know
         assert_drained(both)
+        if model == "v41":
+            assert_layers_leave_one_by_one(both)
 
 
 TIGHT = 1 << 20
@@ -101,6 +135,13 @@ def test_full_engines_let_prompts_wait_and_all_finish(tight: str, tmp_path: Path
         assert_drained(both)
 
 
+@needs_nixl
+def test_over_nixl_layers_leave_one_by_one_too(tmp_path: Path) -> None:
+    model = write_small("v4", tmp_path / "model", seed=3)
+    with pair(tmp_path, model, backend="nixl", **OPTIONS) as both:
+        assert_layers_leave_one_by_one(both)
+
+
 # From here on one pair serves all tests; a process can be in one pair at a time.
 
 
@@ -119,13 +160,17 @@ def test_finished_chunks_travel_while_the_prompt_is_computed(small: Pair) -> Non
     for chunk in range(4):
         assert not small.updates["chunks"]
         small.step()
-        sent = [(part.start, part.end, part.part.last) for part in small.parts[begin:]]
-        assert sent[chunk:] == [(256 * chunk, min(256 * (chunk + 1), 1000), chunk == 3)]
-    plan = small.decode.runner.plan
-    sizes = [part_bytes(plan, start, end, last) for start, end, last in sent]
-    assert sum(sizes) == small.bytes_sent - before == payload(small, 1000)
+        sent = small.parts[begin:]
+        assert [(p.start, p.end, p.last) for p in sent[chunk:]] == [(256 * chunk, min(256 * (chunk + 1), 1000), chunk == 3)]
+        assert small.bytes_sent - before == sum(sum(sizes(small, part)) for part in sent)
+    assert small.bytes_sent - before == payload(small, 1000)
     small.finish("chunks")
     assert_drained(small)
+
+
+def test_layers_travel_while_the_last_chunk_is_computed(small: Pair) -> None:
+    """The same in V4.1, whose compressed entries a few layers own, above."""
+    assert_layers_leave_one_by_one(small)
 
 
 def test_known_blocks_are_not_sent_again(small: Pair) -> None:
@@ -134,7 +179,7 @@ def test_known_blocks_are_not_sent_again(small: Pair) -> None:
     before, again = small.bytes_sent, EngineRequest("again", [*IDS[100:1000], 5, 6, 7], params())
     small.add(again)
     small.finish("again")
-    assert small.bytes_sent - before == part_bytes(small.decode.runner.plan, 768, 903, True)
+    assert small.bytes_sent - before == sum(layer_bytes(small.decode.runner.plan, 768, 903, True))
     assert small.updates["again"][0].num_cached_tokens == 768
     assert small.tokens("again") == one_engine(small.model, [again])["again"]
     assert_drained(small)
@@ -157,6 +202,47 @@ def test_an_aborted_request_leaves_nothing_behind(small: Pair, steps: int) -> No
     assert_drained(small)
 
 
+def test_a_request_aborted_between_two_layers_gives_its_pages_back_on_both_sides(small: Pair) -> None:
+    small.add(EngineRequest("between", IDS[900:0:-1], params(max_tokens=50)))
+    small.step(prefill=False)
+    small.begin_step(layer=2)
+    assert small.decode._moving["between"].arrivals
+    small.decode.abort("between")  # its pages are another's while the rest of its part is still to come
+    stats = small.decode.stats()
+    assert stats.pages_free == stats.pages_total
+    small.finish_step()
+    small.prefill("abort", "between")
+    other = EngineRequest("beside", IDS[700:40:-1], params())
+    small.add(other)
+    small.finish("beside")
+    assert small.tokens("beside") == one_engine(small.model, [other])["beside"]
+    assert_drained(small)
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_a_part_whose_step_fails_comes_again(requests: int, small: Pair) -> None:
+    """Of two sequences both are computed again; one alone ends. What was announced has arrived all the same, so the link stays in step."""
+    both = [EngineRequest(f"fails {requests} {i}", IDS[i + 11 * requests : 110 + i], params()) for i in range(requests)]
+    after = EngineRequest(f"after {requests}", IDS[30:400], params())
+    expected = one_engine(small.model, [*both, after])
+    for request in both:
+        small.add(request)
+    small.step(prefill=False)
+    begin = len(small.parts)
+    small.prefill("before_layer", 2, True)
+    small.step()
+    announced = [part.request_id for part in small.parts[begin:]]
+    assert announced == [request.request_id for request in both] * requests
+    small.add(after)
+    if requests == 1:
+        assert "broken on purpose" in (small.updates[both[0].request_id][-1].error or "")
+        small.decode.abort(both.pop().request_id)  # as the front does
+    names = [request.request_id for request in [*both, after]]
+    small.finish(*names)
+    assert {name: small.tokens(name) for name in names} == {name: expected[name] for name in names}
+    assert_drained(small)
+
+
 def test_what_cannot_be_served_is_refused(small: Pair) -> None:
     with pytest.raises(RequestError, match="prompt is empty"):
         small.decode.expect(EngineRequest("refused", [], params()))
@@ -166,3 +252,14 @@ def test_what_cannot_be_served_is_refused(small: Pair) -> None:
         small.decode.expect(request)
     small.finish("twice")
     assert_drained(small)
+
+
+def test_when_the_prefill_engine_is_killed_between_two_layers_the_decode_engine_ends(small: Pair) -> None:
+    """Last in this file: the pair is of no use afterwards."""
+    small.add(EngineRequest("killed", IDS[1300:600:-1], params()))
+    small.step(prefill=False)
+    small.begin_step(layer=2)
+    small.process.kill()
+    assert small.decode._moving["killed"].arrivals[0].futures[-1].exception(PATIENCE) is not None
+    with pytest.raises(EngineDeadError, match="the link to engine 0 broke"):
+        small.decode.step()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
 
 from abyssal.errors import HandOverError
-from abyssal.kv.handover import HandOver, _digest, export, restore
-from abyssal.kv.planner import sequence_cost
-from abyssal.kv.pool import KVCache, SequenceCache
+from abyssal.kv.handover import HandOver, Part, PartReader, _digest, complete, export, restore, write_part
+from abyssal.kv.planner import layer_bytes, sequence_cost
+from abyssal.kv.pool import KVCache, SequenceCache, entry_slots
 from abyssal.kv.prefix import PrefixIndex
-from abyssal.kv.specs import plan_caches
-from tests.support.small_model import small_config
+from abyssal.kv.specs import CachePlan, plan_caches
+from abyssal.model_config import parse_model_config
+from tests.support.small_model import small_config, v41_config_dict
 
 CPU = torch.device("cpu")
 RELEASED = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "sliding_window": 128}
@@ -80,6 +82,50 @@ def test_size_is_what_the_planner_says(layouts: tuple[str, str, str], tokens: in
     assert {n: r.numel() for n, r in handed.records.items()} == {c.spec.name: c.payload for c in sequence_cost(plan, tokens)}
     assert handed.payload_bytes == sum(cost.payload for cost in sequence_cost(plan, tokens))
     assert len(handed.to_bytes()) - handed.payload_bytes < 4 * len(IDS) + 4096
+
+
+V41 = plan_caches(
+    parse_model_config(v41_config_dict([2, 2, 1, 1, 1], kv_sources=[0, 2], index_sources=[0, 2])),
+    "fp32", "bf16", "index_bf16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [PLAN, V41], ids=["v4", "v41"])
+@pytest.mark.parametrize("ends", [[1], [140], [256, 257], [100, 101, 355, 600], [300, 512]], ids=str)
+def test_parts_read_layer_by_layer_are_what_one_copy_has(plan: CachePlan, ends: list[int]) -> None:
+    """Each part is announced before its step, and a layer is read once the step has been through it: only then are its records there."""
+    pages = {"main": 200, "index": 90, "small": 33}
+    one, other = cache_of(plan, pages), cache_of(plan, pages)
+    there, here = one.new_sequence(), other.new_sequence()
+    assert other.allocate_restored(here, IDS, ends[-1]) == 0
+    moved, start = 0, 0
+    for end in ends:
+        assert one.allocate(there, start, end)
+        part = Part(start, end, last=end == ends[-1])
+        sizes = layer_bytes(plan, start, end, part.last)
+        reader = PartReader(one, there, part, sizes)
+        for layer in range(len(sizes)):
+            _write_layer(one, there, layer, start, end)
+            assert len(reader.read(layer)) == sizes[layer]
+        one.commit(there, IDS, end)
+        one.release_unneeded(there, end)
+        write_part(other, here, part, [message.clone() for message in reader.messages])
+        moved, start = moved + sum(sizes), end
+    complete(other, here, IDS, start, there.folded)
+    assert_equal(export(one, there, IDS), export(other, here, IDS))
+    assert moved == sum(cost.payload for cost in sequence_cost(plan, start))
+
+
+def _write_layer(cache: KVCache, seq: SequenceCache, layer: int, start: int, end: int) -> None:
+    """Noise where a step of tokens [start, end) stores its records of one layer."""
+    for name, spec in cache.specs.items():
+        if layer not in spec.layers:
+            continue
+        first, stop = (0, spec.record_entries) if spec.lifetime == "record" else (start // spec.ratio, end // spec.ratio)
+        slots = entry_slots(spec, seq.tables[name], np.arange(first, stop))[spec.row(layer)]
+        slots = torch.from_numpy(slots[slots >= 0]).long()
+        records = torch.randint(256, (len(slots), spec.layout.bytes_per_entry), dtype=torch.uint8)
+        cache.views[name].write_bytes(slots, records)
 
 
 def test_only_rows_of_the_record_that_mean_something_leave() -> None:

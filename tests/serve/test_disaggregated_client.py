@@ -88,5 +88,5 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         ServerConfig(decode_engines=2)
     with pytest.raises(ConfigError, match="replicas=3 needs ray"):
         ServerConfig(replicas=3)
-    with pytest.raises(ConfigError, match="ray and prefill_engines"):
-        ServerConfig(ray=True, prefill_engines=1)
+    with pytest.raises(ConfigError, match="replicas=2 do not go with prefill_engines"):
+        ServerConfig(ray=True, replicas=2, prefill_engines=1)

@@ -25,6 +25,7 @@ from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
 from abyssal.engine.swap import SwapSpace
 from abyssal.errors import EngineDeadError, RequestError
+from abyssal.kv.batch import Chunk
 from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
@@ -320,6 +321,8 @@ class Engine:
         except torch.OutOfMemoryError as error:
             log.warning("a step of %d sequences ran out of memory: %s", num_sequences, error)
             return None, OUT_OF_MEMORY
+        except EngineDeadError:
+            raise
         except Exception as error:
             if _device_lost(error):
                 raise EngineDeadError(f"the device failed: {error}") from error
@@ -482,10 +485,14 @@ class Engine:
             rows += [offset + p - start for p in scored] + [offset + count - 1] * samples
             offset += count
         begun = time.perf_counter()
-        logits = self.runner(chunks, rows)
+        logits = self._forward(scheduled, chunks, rows)
         sampled = self._sample(logits, wanted)
         self.swap.measure_step(offset, time.perf_counter() - begun)
         return [u for (seq, count), token in zip(scheduled, sampled, strict=True) if (u := self._commit(seq, count, token))]
+
+    def _forward(self, scheduled: Scheduled, chunks: list[Chunk], rows: list[int]) -> Tensor:
+        """Logits of `rows`; `chunks` are those of `scheduled`."""
+        return self.runner(chunks, rows)
 
     def _sample(self, logits: Tensor, wanted: list[tuple[Sequence, list[int], bool]]) -> list[SampledToken | None]:
         """Record prompt logprobs, and draw one token for every sequence that computed its last one."""

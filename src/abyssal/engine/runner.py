@@ -19,7 +19,7 @@ from abyssal.kv.planner import PoolSizes, divide_budget
 from abyssal.kv.pool import KVCache, SequenceCache
 from abyssal.kv.prefix import PrefixIndex
 from abyssal.kv.specs import plan_caches
-from abyssal.model.model import Model
+from abyssal.model.model import AfterLayer, Model
 from abyssal.ops._select import select_ops
 from abyssal.ops.linear import LinearWeight
 from abyssal.ops.ngram_hash import NgramHash, ngram_hash
@@ -75,19 +75,21 @@ class Runner:
     def capacity_tokens(self) -> int:
         return self.sizes.capacity_tokens or self.model_config.max_position
 
-    def __call__(self, chunks: list[Chunk], logit_rows: list[int]) -> Tensor:
+    def __call__(self, chunks: list[Chunk], logit_rows: list[int], after_layer: AfterLayer | None = None) -> Tensor:
         """Compute `chunks` (pages allocated, single tokens first) -> logits fp32 [len(logit_rows), V] on the device.
 
-        They hold until the next call.
+        They hold until the next call. `after_layer`: as in `Model.compute`, for a runner that captures no graphs.
         """
         if self.decoder is not None and self.decoder.takes(chunks) and len(logit_rows) == len(chunks):
             return self.decoder(chunks)
-        return self._compute(chunks, self.cache, logit_rows)
+        return self._compute(chunks, self.cache, logit_rows, after_layer)
 
-    def _compute(self, chunks: list[Chunk], cache: KVCache, logit_rows: list[int]) -> Tensor:
+    def _compute(
+        self, chunks: list[Chunk], cache: KVCache, logit_rows: list[int], after_layer: AfterLayer | None = None
+    ) -> Tensor:
         self.comm.enter(sum(len(chunk.token_ids) for chunk in chunks))
         batch = build_batch(self.model_config, cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists)
-        return self.model(batch, cache)
+        return self.model(batch, cache, after_layer)
 
     def chunk(self, token_ids: list[int], start: int, end: int, cache: SequenceCache) -> Chunk:
         """Tokens [start, end) of the sequence `token_ids`, with what its n-gram hashes need of the tokens before."""

@@ -3,12 +3,14 @@
 Of windows it has only what the next token reads, of records only rows that mean something; its payload is as large as the planner says.
 While its prompt is still being computed, a sequence can travel in parts instead: whole-context entries never change once they are
 complete, so that each part has those completed since the one before, and the last one also what is not kept for the whole context.
+A part is read layer by layer, each as soon as the step that computes it is through that layer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,7 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from abyssal.errors import HandOverError
-from abyssal.kv.pool import KVCache, SequenceCache, entry_slots
+from abyssal.kv.pool import KVCache, RecordView, SequenceCache, entry_slots
 from abyssal.kv.specs import ROLL_BACK, CacheSpec
 
 VERSION = 1
@@ -126,23 +128,51 @@ def complete(cache: KVCache, seq: SequenceCache, token_ids: list[int], tokens: i
     cache.commit(seq, token_ids, tokens)
 
 
-def read_part(cache: KVCache, seq: SequenceCache, part: Part) -> Tensor:
-    """uint8 [bytes] on the device of `cache`: kind after kind, layer after layer, entry after entry.
+class PartReader:
+    """Copies one part layer by layer. Where its records lie is found at once, and all memory taken, so that a copy waits for nothing.
 
-    `seq` has computed `part.end` tokens or, before the last part, more.
+    Attributes:
+        messages: by layer of the model, uint8 [bytes] on the device of the cache; undefined until the layer is read.
     """
-    return torch.cat([_read(cache, spec, seq, part.entries(spec)).flatten() for spec in cache.specs.values()])
+
+    def __init__(self, cache: KVCache, seq: SequenceCache, part: Part, sizes: list[int]) -> None:
+        """`seq` has pages for `part.end` tokens and has computed them, or is about to; `sizes` are those of `layer_bytes`."""
+        device = cache.views["window"].device
+        self._sources: list[list[tuple[RecordView, Tensor, Tensor | None]]] = [[] for _ in sizes]
+        for name, spec in cache.specs.items():
+            if not len(entries := part.entries(spec)):
+                continue
+            slots = entry_slots(spec, seq.tables[name], entries)  # [layers, n]
+            assert (slots >= 0).all(), f"{name} has no page where the next token reads"
+            kept = None
+            if spec.lifetime == "record":
+                kept = _meaningful(spec, seq.folded_after(part.end), part.end).to(device)[:, None]
+            for layer, where in zip(spec.layers, torch.from_numpy(slots).long().to(device), strict=True):
+                self._sources[layer].append((cache.views[name], where, kept))
+        self.messages = torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
+
+    def read(self, layer: int) -> Tensor:
+        """The message of `layer` as the caches are now: kind after kind, entry after entry."""
+        parts = [
+            view.read_bytes(where) if kept is None else view.read_bytes(where) * kept
+            for view, where, kept in self._sources[layer]
+        ]
+        if parts:
+            torch.cat([records.flatten() for records in parts], out=self.messages[layer])
+        return self.messages[layer]
 
 
-def write_part(cache: KVCache, seq: SequenceCache, part: Part, raw: Tensor) -> None:
-    """The inverse of `read_part`, into pages that `KVCache.allocate_restored` took."""
-    begin = 0
+def write_part(cache: KVCache, seq: SequenceCache, part: Part, messages: Sequence[Tensor]) -> None:
+    """Store what a `PartReader` read, by layer, into pages that `KVCache.allocate_restored` took."""
+    left = list(messages)
     for spec in cache.specs.values():
         entries = part.entries(spec)
-        size = len(spec.layers) * len(entries) * spec.layout.bytes_per_entry
-        _write(cache, spec, seq, entries, raw[begin : begin + size].view(-1, spec.layout.bytes_per_entry))
-        begin += size
-    assert begin == len(raw), f"{len(raw)} bytes for a part of {begin}"
+        pieces = []
+        for layer in spec.layers:
+            piece, left[layer] = left[layer].tensor_split([len(entries) * spec.layout.bytes_per_entry])
+            pieces.append(piece)
+        _write(cache, spec, seq, entries, torch.cat(pieces).view(-1, spec.layout.bytes_per_entry))
+    assert not any(map(len, left)), f"{sum(map(len, messages))} bytes for a part, {sum(map(len, left))} too many"
 
 
 def check(cache: KVCache, handed: HandOver) -> None:
@@ -184,7 +214,7 @@ def _read(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndarr
     assert (slots >= 0).all(), f"{spec.name} has no page where the next token reads"
     records = view.read_bytes(torch.from_numpy(slots).flatten().long().to(view.device)).unflatten(0, slots.shape)
     if spec.lifetime == "record" and len(entries):
-        records[:, ~_meaningful(spec, seq)] = 0
+        records[:, ~_meaningful(spec, seq.folded, seq.num_tokens)] = 0
     return records
 
 
@@ -196,12 +226,12 @@ def _write(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndar
     view.write_bytes(torch.from_numpy(slots).flatten().long().to(view.device), records.to(view.device))
 
 
-def _meaningful(spec: CacheSpec, seq: SequenceCache) -> Tensor:
+def _meaningful(spec: CacheSpec, folded: int, tokens: int) -> Tensor:
     """bool [entries of the record]: of the ring those not yet in the sums, the sums while they are over anything."""
     if spec.ratio > 1:
-        return torch.tensor([seq.folded % spec.ratio > 0])
+        return torch.tensor([folded % spec.ratio > 0])
     used = torch.zeros(spec.record_entries, dtype=torch.bool)
-    used[torch.arange(seq.folded, seq.num_tokens) % spec.record_entries] = True
+    used[torch.arange(folded, tokens) % spec.record_entries] = True
     return used
 
 

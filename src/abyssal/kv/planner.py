@@ -60,10 +60,17 @@ def _entries_read(spec: CacheSpec, tokens: int) -> int:
     return min(tokens, spec.window) if spec.lifetime == "window" else spec.record_entries * min(tokens, 1)
 
 
-def part_bytes(plan: CachePlan, start: int, end: int, last: bool) -> int:
-    """Payload of one part of a hand-over (`kv.handover.Part`): tokens [start, end) of a prompt."""
-    total = sum(cost.payload for cost in sequence_cost(plan, end) if last or cost.group == "growing")
-    return total - sum(cost.payload for cost in sequence_cost(plan, start) if cost.group == "growing")
+def layer_bytes(plan: CachePlan, start: int, end: int, last: bool) -> list[int]:
+    """Payload of every layer of the model in one part of a hand-over (`kv.handover.Part`): tokens [start, end) of a prompt."""
+    sizes = [0] * len(plan.specs["window"].layers)  # every layer has a window
+    for spec in plan.specs.values():
+        if spec.lifetime == "context":
+            entries = _entries_read(spec, end) - _entries_read(spec, start)
+        else:
+            entries = _entries_read(spec, end) if last else 0
+        for layer in spec.layers:
+            sizes[layer] += entries * spec.layout.bytes_per_entry
+    return sizes
 
 
 def token_bytes(plan: CachePlan) -> dict[str, float]:

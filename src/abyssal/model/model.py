@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from abyssal.ops._select import Ops, Selection
 from abyssal.ops.hyper_connection import Site
 from abyssal.ops.linear import LinearWeight
 from abyssal.parallel.comm import ALONE, Comm
+
+AfterLayer = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +114,9 @@ class Model:
         self.head = ops.prepare_linear(head)
         weights.assert_all_taken()
 
-    def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
+    def __call__(self, batch: Batch, cache: KVCache, after_layer: AfterLayer | None = None) -> Tensor:
         """Logits fp32 [R, V] of the tokens in `batch.logit_rows`; the caches take up the step's tokens."""
-        return self.compute(batch, cache, self.read_tables(batch.engram_rows))
+        return self.compute(batch, cache, self.read_tables(batch.engram_rows), after_layer)
 
     @torch.inference_mode()
     def read_tables(self, engram_rows: Tensor | None) -> dict[int, Tensor]:
@@ -125,8 +128,8 @@ class Model:
         return {i: engram.read(engram_rows, self.embedding.device) for i, engram in engrams.items()}
 
     @torch.inference_mode()
-    def compute(self, batch: Batch, cache: KVCache, rows: dict[int, Tensor]) -> Tensor:
-        """As a call, with what `read_tables` gave."""
+    def compute(self, batch: Batch, cache: KVCache, rows: dict[int, Tensor], after_layer: AfterLayer | None = None) -> Tensor:
+        """As a call, with what `read_tables` gave. `after_layer` is called with each layer whose records are in the caches."""
         embedded = self.comm.embed(batch.token_ids, self.embedding)
         pre = torch.zeros(len(embedded), self.config.hc_mult, device=embedded.device)
         pre[:, 0] = 1.0  # the first site sees the embedding as it is (V4.1 spec 3.1)
@@ -134,6 +137,8 @@ class Model:
         selection = self.ops.new_selection(batch)
         for layer, block in enumerate(self.blocks):
             residual = block(residual, rows.get(layer), batch, cache, selection)
+            if after_layer is not None:
+                after_layer(layer)
         last = residual.at(batch.logit_rows)
         y = enter(self.ops, self.config, last, self.hc_head, self.norm, own=self.hc_head is not None).x
         logits = self.ops.linear(y, self.head)[0]

@@ -128,6 +128,7 @@ class ClusterClient:
     info: EngineInfo
     stats: EngineStats
     _watcher: asyncio.Task[None]
+    _bundle: dict[str, float]  # what a replica takes of a node
 
     def __init__(self, config: EngineConfig, replicas: int, router: type[RequestRouter] | None) -> None:
         self._config, self._replicas, self._router = config, replicas, router
@@ -147,7 +148,8 @@ class ClusterClient:
             AbyssalError: the replicas do not start.
         """
         client = cls(config, replicas, router)
-        await asyncio.to_thread(client._join)
+        client._bundle = await asyncio.to_thread(join_cluster, config, replicas, f"replicas={replicas}")
+        await asyncio.to_thread(serve.start, proxy_location="Disabled")  # this process is the front
         try:
             await client._deploy()
             reports = await client._reports()
@@ -201,19 +203,6 @@ class ClusterClient:
         self.death = "the server is shutting down"
         await asyncio.to_thread(_leave)
 
-    def _join(self) -> None:
-        ray.init(ignore_reinit_error=True, log_to_driver=False, include_dashboard=False, configure_logging=False)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        on_gpus = self._config.device == "cuda" or (self._config.device == "auto" and any("GPU" in node for node in nodes))
-        self._bundle = {"CPU": 1.0} | ({"GPU": float(self._config.dp * self._config.tp)} if on_gpus else {})
-        fitting = sum(int(min(node.get(kind, 0) // count for kind, count in self._bundle.items())) for node in nodes)
-        if fitting < self._replicas:
-            raise ConfigError(
-                f"replicas={self._replicas} do not fit: each needs {self._bundle} on one node, and the cluster's {len(nodes)} node(s) "
-                f"have room for {fitting}; lower replicas, dp or tp, or add nodes"
-            )
-        serve.start(proxy_location="Disabled")  # this process is the front
-
     async def _deploy(self) -> None:
         options: dict[str, Any] = {}
         if self._router is not None:
@@ -250,6 +239,28 @@ class ClusterClient:
             self.death = None if reports else "no replica is running; new ones are being started"
             if reports:
                 self.stats = total_stats([report.stats for report in reports])
+
+
+def join_cluster(config: EngineConfig, engines: int, wanted: str) -> dict[str, float]:
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine; what an engine takes of a node.
+
+    Args:
+        wanted: the option or options that ask for so many engines, for the message.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    ray.init(ignore_reinit_error=True, log_to_driver=False, include_dashboard=False, configure_logging=False)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    on_gpus = config.device == "cuda" or (config.device == "auto" and any("GPU" in node for node in nodes))
+    bundle = {"CPU": 1.0} | ({"GPU": float(config.dp * config.tp)} if on_gpus else {})
+    fitting = sum(int(min(node.get(kind, 0) // count for kind, count in bundle.items())) for node in nodes)
+    if fitting < engines:
+        raise ConfigError(
+            f"{wanted} do not fit: each engine needs {bundle} on one node, and the cluster's {len(nodes)} node(s) have room for "
+            f"{fitting}; ask for fewer, lower dp or tp, or add nodes"
+        )
+    return bundle
 
 
 def _leave() -> None:

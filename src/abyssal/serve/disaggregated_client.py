@@ -11,11 +11,12 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 
 from abyssal.config import EngineConfig
+from abyssal.engine.disaggregation import Note, Reserved
 from abyssal.engine.engine import EngineInfo, EngineStats
 from abyssal.engine.request import EngineRequest, RequestUpdate
 from abyssal.errors import AbyssalError, EngineDeadError
 from abyssal.serve import wire
-from abyssal.serve.engine_client import EngineClient, common_info, total_stats
+from abyssal.serve.engine_client import EngineClient, Launch, common_info, total_stats
 
 
 class DisaggregatedClient:
@@ -34,17 +35,33 @@ class DisaggregatedClient:
                 self._die(engine.death)
 
     @classmethod
-    async def start(cls, config: EngineConfig, num_prefill: int, num_decode: int) -> DisaggregatedClient:
+    async def start(
+        cls,
+        config: EngineConfig,
+        num_prefill: int,
+        num_decode: int,
+        transfer_backend: str = "auto",
+        store: str | None = None,
+        launch: Launch | None = None,
+    ) -> DisaggregatedClient:
         """Start the engines and wait until their models are loaded and their links stand.
+
+        Args:
+            store: as for `engine.link.open_store`; None: a file of this machine.
+            launch: starts each engine where it has one GPU for itself; None: on this machine.
 
         Raises:
             AbyssalError: one could not start; the message is its own.
         """
         folder = Path(tempfile.mkdtemp(prefix="abyssal-"))
-        places = [wire.Place(rank, num_prefill, num_decode, str(folder / "ranks")) for rank in range(num_prefill + num_decode)]
+        store = store or str(folder / "ranks")
+        places = [
+            wire.Place(rank, num_prefill, num_decode, store, transfer_backend, device=rank if launch is None else 0)
+            for rank in range(num_prefill + num_decode)
+        ]
         try:
             async with asyncio.TaskGroup() as group:  # when one fails, the others are ended
-                tasks = [group.create_task(EngineClient.start(config, place=place)) for place in places]
+                tasks = [group.create_task(EngineClient.start(config, place=place, launch=launch)) for place in places]
         except BaseExceptionGroup as errors:
             shutil.rmtree(folder, ignore_errors=True)
             raise next((error for error in errors.exceptions if isinstance(error, AbyssalError)), errors) from None
@@ -102,10 +119,10 @@ class DisaggregatedClient:
         finally:
             self._load.subtract(engines)
 
-    def _carry(self, note: wire.RoomNote | wire.PartNote) -> None:
-        if isinstance(note, wire.PartNote):
-            self._decode[note.note.receiver - len(self._prefill)].pass_on(note)
-        elif (prefill := self._prefill_of.get(note.note.request_id)) is not None:
+    def _carry(self, note: Note) -> None:
+        if not isinstance(note, Reserved):
+            self._decode[note.receiver - len(self._prefill)].pass_on(note)
+        elif (prefill := self._prefill_of.get(note.request_id)) is not None:
             prefill.pass_on(note)
 
     def _die(self, reason: str) -> None:

@@ -13,10 +13,10 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from abyssal.checkpoint.source import resolve_model
 from abyssal.config import EngineConfig, resolve_ranks
+from abyssal.engine.disaggregation import Note
 from abyssal.engine.engine import EngineInfo, EngineStats
 from abyssal.engine.request import EngineRequest, RequestUpdate
 from abyssal.errors import AbyssalError, ConfigError, EngineDeadError, RequestError
@@ -41,6 +42,7 @@ LAST_WORDS_SECONDS = 0.5
 
 Updates = asyncio.Queue[RequestUpdate | None]  # None: the engine died
 Ready = list[wire.Ready]
+Launch = Callable[[EngineConfig, str, wire.Place | None], "RankProcesses"]
 
 
 class EngineClient:
@@ -51,7 +53,7 @@ class EngineClient:
         self.info: EngineInfo = common_info([event.info for event in leaders])
         self.death: str | None = None  # why the engine is gone
         self.num_aborted = 0
-        self.on_note: Callable[[wire.RoomNote | wire.PartNote], None] = lambda _: None
+        self.on_note: Callable[[Note], None] = lambda _: None
         self.on_death: Callable[[str], None] = lambda _: None
         self._mesh = Mesh.of(config)
         self._processes = processes
@@ -65,20 +67,25 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, engine: str = "abyssal.engine.engine:Engine", place: wire.Place | None = None
+        cls,
+        config: EngineConfig,
+        engine: str = "abyssal.engine.engine:Engine",
+        place: wire.Place | None = None,
+        launch: Launch | None = None,
     ) -> EngineClient:
         """Start the processes and wait until their model is loaded.
 
         Args:
             engine: class to run, as `module:name`; it has the interface of `Engine`.
             place: among engines that hand sequences over; None: it hands nothing over.
+            launch: starts the processes; None: on this machine.
 
         Raises:
             AbyssalError: it could not start; the message is the engine's own.
         """
         if config.dp * config.tp > 1:
             _check_ranks(config)
-        processes = RankProcesses(config, engine, place)
+        processes = (launch or RankProcesses.launch)(config, engine, place)
         try:
             return cls(config, processes, await processes.ready())
         except BaseException:
@@ -146,7 +153,7 @@ class EngineClient:
             raise RequestError(scored.error, param=scored.param)
         return torch.frombuffer(bytearray(scored.logits), dtype=torch.float32).view(len(rows), self.info.model_vocab_size)
 
-    def pass_on(self, note: wire.RoomNote | wire.PartNote) -> None:
+    def pass_on(self, note: Note) -> None:
         """A note of another engine."""
         self._send(note, 0)
 
@@ -200,11 +207,11 @@ class EngineClient:
                 answer.set_result(event)
         elif isinstance(event, wire.Progress):
             self._stats[replica] = event.stats
-            for note in event.notes:
-                self.on_note(note)
             for update in event.updates:
                 if (queue := self._queues.get(update.request_id)) is not None:
                     queue.put_nowait(update)
+        elif isinstance(event, Note):
+            self.on_note(event)
 
     async def _watch(self) -> None:
         """Notice a process that ends without a word; without it the others cannot go on."""
@@ -225,19 +232,37 @@ class EngineClient:
             self.on_death(reason)
 
 
+class Process(Protocol):
+    """What is needed of a process: as `subprocess.Popen` has it."""
+
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+    def kill(self) -> None: ...
+
+
 class RankProcesses:
     """The engine processes of one front, by rank, and its sockets to them."""
 
-    def __init__(self, config: EngineConfig, engine: str, place: wire.Place | None) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="abyssal-"))  # readable by this user only
-        self.sockets: list[zmq.asyncio.Socket] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
+    def __init__(self, sockets: list[zmq.asyncio.Socket], processes: Sequence[Process], folder: Path | None = None) -> None:
+        """`folder` is removed at the end."""
+        self.sockets, self.processes, self._folder = sockets, processes, folder
+
+    @classmethod
+    def launch(cls, config: EngineConfig, engine: str, place: wire.Place | None) -> RankProcesses:
+        """Start the processes on this machine."""
+        folder = Path(tempfile.mkdtemp(prefix="abyssal-"))  # readable by this user only
+        sockets: list[zmq.asyncio.Socket] = []
+        processes: list[subprocess.Popen[bytes]] = []
         for rank in range(config.dp * config.tp):
-            address = f"ipc://{self._folder / f'engine-{rank}'}"
+            address = f"ipc://{folder / f'engine-{rank}'}"
             socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
             socket.set_hwm(0)
             socket.bind(address)
-            self.sockets.append(socket)
+            sockets.append(socket)
             # In a session of its own, where Ctrl-C does not reach it: when the engine stops is decided here.
             command = [
                 sys.executable,
@@ -246,13 +271,14 @@ class RankProcesses:
                 address,
                 engine,
                 str(rank),
-                str(self._folder / "ranks"),
+                str(folder / "ranks"),
             ]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-            self.processes.append(process)
+            processes.append(process)
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(wire.Start(config, place)) + b"\n")
             process.stdin.flush()
+        return cls(sockets, processes, folder)
 
     async def ready(self) -> Ready:
         """What each rank says once it is loaded.
@@ -292,7 +318,7 @@ class RankProcesses:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                process.wait(STOP_SECONDS)
 
     def kill(self) -> None:
         for process in self.processes:
@@ -301,7 +327,8 @@ class RankProcesses:
     def clean_up(self) -> None:
         for socket in self.sockets:
             socket.close(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _readiness(event: wire.Event) -> wire.Ready:

@@ -22,9 +22,9 @@ import zmq
 
 import abyssal.engine.grammar  # noqa: F401  now, since the first request that needs it must not hold up the others
 from abyssal.config import EngineConfig
-from abyssal.engine.disaggregation import DecodeEngine, LinkedEngine, Note, PrefillEngine
+from abyssal.engine.disaggregation import DecodeEngine, Note, PrefillEngine
 from abyssal.engine.engine import Engine
-from abyssal.engine.link import Link
+from abyssal.engine.link import open_link
 from abyssal.engine.request import RequestUpdate
 from abyssal.errors import AbyssalError, ConfigError, EngineDeadError, RequestError
 from abyssal.parallel.comm import ALONE, Comm
@@ -52,12 +52,15 @@ def main(address: str, engine_class: str, rank: str, store: str) -> int:
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
+    if start.server_key is not None:
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = start.server_key.encode()
     socket.connect(address)
     build, mesh = _load(engine_class), Mesh.of(config, int(rank))
     try:
         if start.place is not None:
             place = start.place
-            return _run(socket, lambda: _linked(config, place), Inbox(socket), ALONE)
+            return _run(socket, lambda: _linked(config, place, socket), Inbox(socket), ALONE)
         if mesh.size == 1:
             return _run(socket, lambda: build(config), Inbox(socket), ALONE)
         cuda = config.device != "cpu" and torch.cuda.is_available()
@@ -84,6 +87,7 @@ def _run(socket: Socket, build: Callable[[], Engine], inbox: Commands, comm: Com
         log.exception("the engine stopped")
         socket.send(wire.encode(wire.Dead(str(error))))
         return BAD_START
+    engine.close()
     return 0
 
 
@@ -148,7 +152,6 @@ _SHARED = msgspec.msgpack.Decoder(tuple[int, list[bytes]])
 
 def serve(engine: Engine, inbox: Commands, socket: Socket, comm: Comm) -> None:
     """Until told to stop: take what has arrived, compute one step, report."""
-    outbox: list[Note] = engine.outbox if isinstance(engine, LinkedEngine) else []
     while (commands := inbox.take(engine)) is not None:
         updates = [update for command in commands for update in _obey(engine, command, socket, comm)]
         works = engine.has_unfinished()
@@ -156,8 +159,7 @@ def serve(engine: Engine, inbox: Commands, socket: Socket, comm: Comm) -> None:
             updates += engine.step()
         inbox.note(updates)
         if comm.mesh.leads and (works or commands):
-            socket.send(wire.encode(wire.Progress(updates, engine.stats(), [wire.wrap(note) for note in outbox])))
-            outbox.clear()
+            socket.send(wire.encode(wire.Progress(updates, engine.stats())))
 
 
 def drain(socket: Socket, wait_ms: int | None) -> list[bytes]:
@@ -176,8 +178,8 @@ def _obey(engine: Any, command: wire.Command, socket: Socket, comm: Comm) -> lis
         answer = _score(engine, command)
         if comm.mesh.leads:
             socket.send(wire.encode(answer))
-    elif isinstance(command, wire.RoomNote | wire.PartNote):
-        engine.take_note(command.note)
+    elif isinstance(command, Note):
+        engine.take_note(command)
     elif isinstance(command, wire.Add | wire.AddFor | wire.Expect):
         try:
             if isinstance(command, wire.Add):
@@ -199,19 +201,20 @@ def _score(engine: Engine, command: wire.Score) -> wire.Scored:
     return wire.Scored(logits.numpy().tobytes())
 
 
-def _linked(config: EngineConfig, place: wire.Place) -> Engine:
+def _linked(config: EngineConfig, place: wire.Place, socket: Socket) -> Engine:
     """An engine that works with others, each on a GPU of its own where there are any."""
     device = torch.device("cpu")
     if config.device != "cpu" and torch.cuda.is_available():
-        if torch.cuda.device_count() < place.prefill + place.decode:
+        if torch.cuda.device_count() <= place.device:
             raise ConfigError(
                 f"{place.prefill} prefill and {place.decode} decode engines need a GPU each, and this machine has "
                 f"{torch.cuda.device_count()}; lower prefill_engines or decode_engines"
             )
-        device = torch.device("cuda", place.rank)
+        device = torch.device("cuda", place.device)
         torch.cuda.set_device(device)
-    link = Link(place.rank, place.prefill + place.decode, place.store, device)
-    engine = (PrefillEngine if place.rank < place.prefill else DecodeEngine)(config, link)
+    link = open_link(place.backend, place.rank, place.prefill + place.decode, place.store, device)
+    build = PrefillEngine if place.rank < place.prefill else DecodeEngine
+    engine = build(config, link, lambda note: socket.send(wire.encode(note)))
     link.connect(place.prefill)
     return engine
 

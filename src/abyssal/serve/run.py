@@ -15,6 +15,7 @@ from typing import Protocol
 import uvicorn
 
 from abyssal.config import EngineConfig, ServerConfig
+from abyssal.engine.link import require_nixl
 from abyssal.errors import ConfigError
 from abyssal.serve.app import create_app
 from abyssal.serve.chat import load_chat_format
@@ -87,19 +88,26 @@ async def start_client(engine_config: EngineConfig, server_config: ServerConfig)
     Raises:
         AbyssalError: they cannot start.
     """
-    if server_config.ray:
-        return await _start_cluster(engine_config, server_config.replicas)
+    if server_config.ray and importlib.util.find_spec("ray") is None:
+        raise ConfigError("ray=True needs Ray, which is not installed: pip install 'abyssal[ray]'")
     if server_config.prefill_engines == 0:
+        if server_config.ray:
+            return await _start_cluster(engine_config, server_config.replicas)
         return await EngineClient.start(engine_config)
     if engine_config.dp * engine_config.tp > 1:
         raise ConfigError("prefill_engines and decode_engines have one rank each; leave out dp and tp, or prefill_engines")
-    return await DisaggregatedClient.start(engine_config, server_config.prefill_engines, server_config.decode_engines)
+    engines = server_config.prefill_engines, server_config.decode_engines
+    if server_config.ray or server_config.transfer_backend == "nixl":
+        require_nixl()  # before models are loaded
+    if not server_config.ray:
+        return await DisaggregatedClient.start(engine_config, *engines, server_config.transfer_backend)
+    from abyssal.serve.ray_engine import start_apart
+
+    return await start_apart(engine_config, *engines)
 
 
 async def _start_cluster(config: EngineConfig, replicas: int) -> RunningClient:
     """SIGHUP then restarts the replicas one after another."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("ray=True needs Ray, which is not installed: pip install 'abyssal[ray]'")
     from abyssal.serve.cluster import ClusterClient
 
     client = await ClusterClient.start(config, replicas)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from abyssal.config import EngineConfig
-from abyssal.engine.disaggregation import Note, PartSent, Reserved
+from abyssal.engine.disaggregation import Note
 from abyssal.engine.engine import EngineInfo, EngineStats
 from abyssal.engine.request import EngineRequest, RequestUpdate
 
@@ -16,7 +16,9 @@ class Place(msgspec.Struct):
     rank: int
     prefill: int
     decode: int
-    store: str  # as for `engine.link.Link`
+    store: str  # as for `engine.link.open_store`
+    backend: str  # as for `engine.link.open_link`
+    device: int  # its GPU, where there are any
 
 
 class Start(msgspec.Struct):
@@ -24,6 +26,7 @@ class Start(msgspec.Struct):
 
     config: EngineConfig
     place: Place | None  # None: it hands nothing over
+    server_key: str | None = None  # public CURVE key of the front's socket; None: the socket is of this machine
 
 
 class Add(msgspec.Struct, tag=True):
@@ -43,18 +46,6 @@ class Expect(msgspec.Struct, tag=True):
     """Queue a request whose prompt a prefill engine computes."""
 
     request: EngineRequest
-
-
-class RoomNote(msgspec.Struct, tag=True):
-    """From a decode engine, to a prefill engine."""
-
-    note: Reserved
-
-
-class PartNote(msgspec.Struct, tag=True):
-    """From a prefill engine, to a decode engine."""
-
-    note: PartSent
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -92,7 +83,6 @@ class Progress(msgspec.Struct, tag=True):
 
     updates: list[RequestUpdate]
     stats: EngineStats
-    notes: list[RoomNote | PartNote] = []
 
 
 class Scored(msgspec.Struct, tag=True):
@@ -109,13 +99,8 @@ class Dead(msgspec.Struct, tag=True):
     reason: str
 
 
-Command = Add | AddFor | Expect | RoomNote | PartNote | Abort | Score | Wake | Stop
-Event = Ready | Progress | Scored | Dead
-
-
-def wrap(note: Note) -> RoomNote | PartNote:
-    return RoomNote(note) if isinstance(note, Reserved) else PartNote(note)
-
+Command = Add | AddFor | Expect | Note | Abort | Score | Wake | Stop
+Event = Ready | Progress | Note | Scored | Dead
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
