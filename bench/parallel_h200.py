@@ -1,11 +1,12 @@
-"""Several GPUs of one machine: tokens equal to one GPU's, then decode speed of a slice of V4-Flash with experts shared out.
+"""Several GPUs of one machine: tokens and logits against one GPU's, then decode speed of a slice of V4-Flash with experts shared out.
 
-    python -m bench.parallel_h200 [--gpus 2 4] [--device cuda] [--tokens-only] [--slice-only] [--layers N] [--sequences N] [--json FILE]
+    python -m bench.parallel_h200 [--gpus 2 4] [--device cuda] [--equality-only] [--slice-only] [--layers N] [--sequences N] [--json FILE]
 
-Every rank is a process that steps an engine of its own, as the ranks of a server do. `tokens`: tiny-v4 with dp and ep, and with tp, against
-one GPU, greedy, in bfloat16; a sequence may part from it where two tokens are nearly as likely, so the first tokens that differ are shown
-with the gap between the two best logits there. `slice`: layers of the released size with random weights, a given number of sequences on
-each GPU; the share of communication is that of NCCL's kernels in a profiled step, waiting for other ranks included.
+Every rank is a process that steps an engine of its own, as the ranks of a server do. `equality`: tiny-v4 with dp and ep, and with tp, against
+one GPU. With dp and ep in batch-invariant mode all greedy tokens must be equal. By teacher forcing: float32 logits may differ as sums in
+another order do; in bfloat16 the mean KL divergence stands beside that of one GPU from itself with the prompts in smaller chunks.
+`slice`: layers of the released size with random weights, a given number of sequences on each GPU; the share of communication is that of
+NCCL's kernels in a profiled step, waiting for other ranks included.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from abyssal.config import EngineConfig
@@ -32,10 +34,13 @@ from abyssal.parallel.comm import ALONE, Comm
 from abyssal.parallel.mesh import Mesh
 
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 700, 64
+ROWS, CHUNK = 64, 50  # logits compared of each prompt; tokens of the smaller chunks
+LAYOUTS = {"float32": "fp32", "bfloat16": "v4"}  # of records, by dtype of the logits compared
 WARM_UP, STEPS, PROFILED = 5, 32, 3
-PATIENCE = 200.0  # seconds for a job
+PATIENCE = 300.0  # seconds for a job
 
 Job = Callable[..., Any]
+Logits = dict[int, np.ndarray]  # prompt -> fp32 [ROWS, V]
 
 
 def on_ranks(job: Job, mesh: Mesh, device: str, *arguments: Any) -> list[Any]:
@@ -82,21 +87,36 @@ def engine_config(comm: Comm, device: str, **options: Any) -> EngineConfig:
     return EngineConfig(device=device, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep, enable_prefix_caching=False, **options)
 
 
-# Tokens
+# Equality
 
 
-def tokens_job(comm: Comm, device: str, prompts: list[list[int]]) -> dict[int, list[tuple[int, float]]]:
-    """Prompt -> its tokens, each with the gap between the two best log-probabilities, of the prompts that this rank's replica was given."""
-    engine = Engine(engine_config(comm, device, kv_cache_bytes=1 << 30, max_model_len=4096), comm=comm)
-    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=2)
+def equality_job(comm: Comm, device: str, prompts: list[list[int]]) -> tuple[dict[int, list[int]], dict[str, Logits]]:
+    """Of the prompts of this rank's replica: greedy tokens in batch-invariant mode, if one rank computes a replica, and logits of the
+    last rows by dtype, each prompt a chunk; one rank alone has them in smaller chunks too."""
     mine = range(comm.mesh.dp_rank, len(prompts), comm.mesh.dp)
-    for index in mine:
-        engine.add(EngineRequest(str(index), prompts[index], params))
-    tokens: dict[int, list[tuple[int, float]]] = {index: [] for index in mine}
-    for update in steps_together(engine, comm):
-        for token, logprobs in zip(update.token_ids, update.logprobs or [], strict=True):
-            tokens[int(update.request_id)].append((token, logprobs.top_logprobs[0] - logprobs.top_logprobs[1]))
-    return tokens
+    options: dict[str, Any] = {"kv_cache_bytes": 1 << 30, "max_model_len": 4096}
+    tokens: dict[int, list[int]] = {}
+    if comm.mesh.tp == 1:
+        engine = Engine(engine_config(comm, device, batch_invariant=device == "cuda", **options), comm=comm)
+        params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+        tokens = {index: [] for index in mine}
+        for index in mine:
+            engine.add(EngineRequest(str(index), prompts[index], params))
+        for update in steps_together(engine, comm):
+            tokens[int(update.request_id)] += update.token_ids
+    logits: dict[str, Logits] = {}
+    for dtype, layout in LAYOUTS.items():
+        engine = Engine(engine_config(comm, device, dtype=dtype, kv_layout=layout, **options), comm=comm)
+        for name, most in ((dtype, PROMPT_TOKENS), (f"{dtype} in chunks", CHUNK))[: 2 if comm.mesh.size == 1 else 1]:
+            logits[name] = {index: scored(engine, prompts[index], most) for index in mine}
+        steps_together(engine, comm)
+    return tokens, logits
+
+
+def scored(engine: Engine, ids: list[int], most: int) -> np.ndarray:
+    """Logits fp32 [ROWS, V] of the last tokens of `ids`, computed `most` at a time."""
+    sizes = [min(most, len(ids) - start) for start in range(0, len(ids), most)]
+    return engine.score(ids, sizes, list(range(max(0, len(ids) - ROWS), len(ids)))).numpy()
 
 
 def steps_together(engine: Engine, comm: Comm) -> list[Any]:
@@ -109,28 +129,38 @@ def steps_together(engine: Engine, comm: Comm) -> list[Any]:
             return updates
 
 
-def compare_tokens(gpus: list[int], device: str) -> dict[str, Any]:
+def compare(gpus: list[int], device: str) -> dict[str, Any]:
+    """Tokens and logits of several ranks beside one rank's, and one rank's logits beside its own in smaller chunks."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 4000, (PROMPT_TOKENS - 40 * i,), generator=generator).tolist() for i in range(PROMPTS)]
-    (one,) = on_ranks(tokens_job, Mesh(), device, prompts)
-    found = {}
-    meshes = [Mesh(n, 1, n) for n in gpus] + [Mesh(1, 2, 2)] + ([Mesh(2, 2, 4)] if max(gpus) >= 4 else [])
-    for mesh in meshes:
+    ((tokens, one),) = on_ranks(equality_job, Mesh(), device, prompts)
+    found = {"one rank in chunks": differences(one, {dtype: one[f"{dtype} in chunks"] for dtype in LAYOUTS})}
+    for mesh in [Mesh(n, 1, n) for n in gpus] + [Mesh(1, 2, 2)] + ([Mesh(2, 2, 4)] if max(gpus) >= 4 else []):
+        answers = on_ranks(equality_job, mesh, device, prompts)
         name = f"dp={mesh.dp} tp={mesh.tp} ep={mesh.ep}"
-        got: dict[int, list[tuple[int, float]]] = {}
-        for answer in on_ranks(tokens_job, mesh, device, prompts):
-            for index, tokens in answer.items():
-                assert [t for t, _ in got.setdefault(index, tokens)] == [t for t, _ in tokens], "ranks of a replica differ"
-        partings = []
-        for index, tokens in sorted(got.items()):
-            at = next((i for i, (a, b) in enumerate(zip(one[index], tokens, strict=True)) if a[0] != b[0]), None)
-            if at is not None:
-                partings.append({"prompt": index, "at": at, "gap": one[index][at][1]})
-        found[name] = {"equal": len(got) - len(partings), "of": len(prompts), "partings": partings}
+        found[name] = differences(
+            one, {dtype: {i: x for _, each in answers for i, x in each[dtype].items()} for dtype in LAYOUTS}
+        )
+        if mesh.tp == 1:
+            found[name]["equal"] = sum(tokens[i] == got for each, _ in answers for i, got in each.items())
+    for name, row in found.items():
+        equal = f"; batch-invariant: {row['equal']} of {PROMPTS} sequences equal" if "equal" in row else ""
         print(
-            f"tokens {name}: {len(got) - len(partings)} of {len(prompts)} sequences equal to one rank's; {partings}", flush=True
+            f"{name} against one rank: float32 logits within {row['float32']:.1e}; bfloat16 mean KL {row['bfloat16']:.5f}{equal}",
+            flush=True,
         )
     return found
+
+
+def differences(one: dict[str, Logits], other: dict[str, Logits]) -> dict[str, float]:
+    """The largest difference of float32 logits, and the mean KL divergence of `other` from `one` in bfloat16."""
+    pairs = {
+        dtype: [torch.from_numpy(np.concatenate([side[dtype][i] for i in one[dtype]])) for side in (one, other)]
+        for dtype in LAYOUTS
+    }
+    a, b = pairs["float32"]
+    p, q = (x.double().log_softmax(-1) for x in pairs["bfloat16"])
+    return {"float32": (a - b).abs().max().item(), "bfloat16": (p.exp() * (p - q)).sum(-1).mean().item()}
 
 
 # Slice
@@ -205,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", help="numbers of ranks; default: 2, and 4 if there are as many")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tokens-only", action="store_true")
+    parser.add_argument("--equality-only", action="store_true")
     parser.add_argument("--slice-only", action="store_true")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--sequences", type=int, default=128, help="on each GPU")
@@ -216,8 +246,8 @@ def main() -> None:
     gpus = args.gpus or [n for n in (2, 4) if n <= present]
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"}
     if not args.slice_only:
-        result["tokens"] = compare_tokens(gpus, args.device)
-    if not args.tokens_only:
+        result["equality"] = compare(gpus, args.device)
+    if not args.equality_only:
         result["slice"] = measure_slice(gpus, args.device, args.layers, args.sequences, args.context)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
