@@ -4,7 +4,7 @@
 
 Every rank is a process that steps an engine of its own, as the ranks of a server do. `equality`: tiny-v4 with dp and ep, and with tp, against
 one GPU. With dp and ep in batch-invariant mode all greedy tokens must be equal. By teacher forcing: float32 logits may differ as sums in
-another order do; in bfloat16 the mean KL divergence stands beside that of one GPU from itself with the prompts in smaller chunks.
+another order do; the mean KL divergence of bfloat16 stands beside that of one GPU with the prompts in smaller chunks.
 `slice`: layers of the released size with random weights, a given number of sequences on each GPU; the share of communication is that of
 NCCL's kernels in a profiled step, waiting for other ranks included.
 """
@@ -134,7 +134,10 @@ def compare(gpus: list[int], device: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 4000, (PROMPT_TOKENS - 40 * i,), generator=generator).tolist() for i in range(PROMPTS)]
     ((tokens, one),) = on_ranks(equality_job, Mesh(), device, prompts)
-    found = {"one rank in chunks": differences(one, {dtype: one[f"{dtype} in chunks"] for dtype in LAYOUTS})}
+    found = {
+        "one rank": differences(one, one),
+        "one rank in chunks": differences(one, {dtype: one[f"{dtype} in chunks"] for dtype in LAYOUTS}),
+    }
     for mesh in [Mesh(n, 1, n) for n in gpus] + [Mesh(1, 2, 2)] + ([Mesh(2, 2, 4)] if max(gpus) >= 4 else []):
         answers = on_ranks(equality_job, mesh, device, prompts)
         name = f"dp={mesh.dp} tp={mesh.tp} ep={mesh.ep}"
@@ -146,21 +149,29 @@ def compare(gpus: list[int], device: str) -> dict[str, Any]:
     for name, row in found.items():
         equal = f"; batch-invariant: {row['equal']} of {PROMPTS} sequences equal" if "equal" in row else ""
         print(
-            f"{name} against one rank: float32 logits within {row['float32']:.1e}; bfloat16 mean KL {row['bfloat16']:.5f}{equal}",
+            f"{name}: float32 logits within {row['float32']:.1e} of one rank's; bfloat16, mean KL from one rank {row['from_one']:.5f}, "
+            f"from its float32 {row['from_float32']:.5f}{equal}",
             flush=True,
         )
     return found
 
 
 def differences(one: dict[str, Logits], other: dict[str, Logits]) -> dict[str, float]:
-    """The largest difference of float32 logits, and the mean KL divergence of `other` from `one` in bfloat16."""
-    pairs = {
-        dtype: [torch.from_numpy(np.concatenate([side[dtype][i] for i in one[dtype]])) for side in (one, other)]
-        for dtype in LAYOUTS
+    """The largest difference of float32 logits; the mean KL divergence of `other` in bfloat16 from `one`, in bfloat16 and in float32."""
+
+    def rows(side: dict[str, Logits], dtype: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([side[dtype][i] for i in one[dtype]])).double()
+
+    def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
+        p, q = p.log_softmax(-1), q.log_softmax(-1)
+        return (p.exp() * (p - q)).sum(-1).mean().item()
+
+    exact, got = rows(one, "float32"), rows(other, "bfloat16")
+    return {
+        "float32": (rows(other, "float32") - exact).abs().max().item(),
+        "from_one": divergence(rows(one, "bfloat16"), got),
+        "from_float32": divergence(exact, got),
     }
-    a, b = pairs["float32"]
-    p, q = (x.double().log_softmax(-1) for x in pairs["bfloat16"])
-    return {"float32": (a - b).abs().max().item(), "bfloat16": (p.exp() * (p - q)).sum(-1).mean().item()}
 
 
 # Slice
