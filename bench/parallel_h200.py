@@ -4,7 +4,8 @@
 
 Every rank is a process that steps an engine of its own, as the ranks of a server do. `equality`: tiny-v4 with dp and ep, and with tp, against
 one GPU. With dp and ep in batch-invariant mode all greedy tokens must be equal. By teacher forcing: float32 logits may differ as sums in
-another order do; the mean KL divergence of bfloat16 stands beside that of one GPU with the prompts in smaller chunks.
+another order do; the mean KL divergence of bfloat16 stands beside that of one GPU with the prompts in smaller chunks; and the same steps
+give the same bits again, or kernels and exchanges overlap that must not.
 `slice`: layers of the released size with random weights, a given number of sequences on each GPU; the share of communication is that of
 NCCL's kernels in a profiled step, waiting for other ranks included.
 """
@@ -90,9 +91,9 @@ def engine_config(comm: Comm, device: str, **options: Any) -> EngineConfig:
 # Equality
 
 
-def equality_job(comm: Comm, device: str, prompts: list[list[int]]) -> tuple[dict[int, list[int]], dict[str, Logits]]:
-    """Of the prompts of this rank's replica: greedy tokens in batch-invariant mode, if one rank computes a replica, and logits of the
-    last rows by dtype, each prompt a chunk; one rank alone has them in smaller chunks too."""
+def equality_job(comm: Comm, device: str, prompts: list[list[int]]) -> tuple[dict[int, list[int]], dict[str, Logits], int]:
+    """Of the prompts of this rank's replica: greedy tokens in batch-invariant mode, if one rank computes a replica; logits of the last
+    rows by dtype, each prompt a chunk or in smaller ones; and how many of these come out with the same bits again in bfloat16."""
     mine = range(comm.mesh.dp_rank, len(prompts), comm.mesh.dp)
     options: dict[str, Any] = {"kv_cache_bytes": 1 << 30, "max_model_len": 4096}
     tokens: dict[int, list[int]] = {}
@@ -107,16 +108,20 @@ def equality_job(comm: Comm, device: str, prompts: list[list[int]]) -> tuple[dic
     logits: dict[str, Logits] = {}
     for dtype, layout in LAYOUTS.items():
         engine = Engine(engine_config(comm, device, dtype=dtype, kv_layout=layout, **options), comm=comm)
-        for name, most in ((dtype, PROMPT_TOKENS), (f"{dtype} in chunks", CHUNK))[: 2 if comm.mesh.size == 1 else 1]:
-            logits[name] = {index: scored(engine, prompts[index], most) for index in mine}
-        steps_together(engine, comm)
-    return tokens, logits
+        logits[dtype], logits[f"{dtype} in chunks"], again = (
+            scored(engine, comm, {index: prompts[index] for index in mine}, most) for most in (PROMPT_TOKENS, CHUNK, CHUNK)
+        )
+    return tokens, logits, sum(np.array_equal(again[index], logits["bfloat16 in chunks"][index]) for index in mine)
 
 
-def scored(engine: Engine, ids: list[int], most: int) -> np.ndarray:
-    """Logits fp32 [ROWS, V] of the last tokens of `ids`, computed `most` at a time."""
-    sizes = [min(most, len(ids) - start) for start in range(0, len(ids), most)]
-    return engine.score(ids, sizes, list(range(max(0, len(ids) - ROWS), len(ids)))).numpy()
+def scored(engine: Engine, comm: Comm, prompts: dict[int, list[int]], most: int) -> Logits:
+    """Of the last tokens of each prompt, computed `most` tokens at a time; replicas begin and end at the same time."""
+    found = {}
+    for index, ids in prompts.items():
+        sizes = [min(most, len(ids) - start) for start in range(0, len(ids), most)]
+        found[index] = engine.score(ids, sizes, list(range(max(0, len(ids) - ROWS), len(ids)))).numpy()
+    steps_together(engine, comm)
+    return found
 
 
 def steps_together(engine: Engine, comm: Comm) -> list[Any]:
@@ -133,24 +138,25 @@ def compare(gpus: list[int], device: str) -> dict[str, Any]:
     """Tokens and logits of several ranks beside one rank's, and one rank's logits beside its own in smaller chunks."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 4000, (PROMPT_TOKENS - 40 * i,), generator=generator).tolist() for i in range(PROMPTS)]
-    ((tokens, one),) = on_ranks(equality_job, Mesh(), device, prompts)
-    found = {
-        "one rank": differences(one, one),
+    ((tokens, one, repeated),) = on_ranks(equality_job, Mesh(), device, prompts)
+    found: dict[str, dict[str, Any]] = {
+        "one rank": differences(one, one) | {"repeated": repeated},
         "one rank in chunks": differences(one, {dtype: one[f"{dtype} in chunks"] for dtype in LAYOUTS}),
     }
     for mesh in [Mesh(n, 1, n) for n in gpus] + [Mesh(1, 2, 2)] + ([Mesh(2, 2, 4)] if max(gpus) >= 4 else []):
         answers = on_ranks(equality_job, mesh, device, prompts)
         name = f"dp={mesh.dp} tp={mesh.tp} ep={mesh.ep}"
-        found[name] = differences(
-            one, {dtype: {i: x for _, each in answers for i, x in each[dtype].items()} for dtype in LAYOUTS}
-        )
+        logits = {dtype: {i: x for _, each, _ in answers for i, x in each[dtype].items()} for dtype in LAYOUTS}
+        found[name] = differences(one, logits)
+        found[name]["repeated"] = sum(count for _, _, count in answers[:: mesh.tp])
         if mesh.tp == 1:
-            found[name]["equal"] = sum(tokens[i] == got for each, _ in answers for i, got in each.items())
+            found[name]["equal"] = sum(tokens[i] == got for each, _, _ in answers for i, got in each.items())
     for name, row in found.items():
-        equal = f"; batch-invariant: {row['equal']} of {PROMPTS} sequences equal" if "equal" in row else ""
+        repeats = f"; same bits again {row['repeated']} of {PROMPTS}" if "repeated" in row else ""
+        equal = f"; batch-invariant tokens equal {row['equal']} of {PROMPTS}" if "equal" in row else ""
         print(
-            f"{name}: float32 logits within {row['float32']:.1e} of one rank's; bfloat16, mean KL from one rank {row['from_one']:.5f}, "
-            f"from its float32 {row['from_float32']:.5f}{equal}",
+            f"{name}: float32 logits within {row['float32']:.1e} of one rank's; bfloat16: mean KL from one rank {row['from_one']:.5f}, "
+            f"from its float32 {row['from_float32']:.5f}{repeats}{equal}",
             flush=True,
         )
     return found

@@ -17,10 +17,10 @@ def test_a_slice_decodes_on_every_replica(tmp_path: Path, ranks: Pool) -> None:
 
 def test_tokens_and_logits_of_all_replicas_are_those_of_one(ranks: Pool) -> None:
     prompts = [[5 + (i * j) % 90 for i in range(20)] for j in range(1, 4)]
-    ((tokens, one),) = ranks.run(equality_job, [("cpu", prompts)])
+    ((tokens, one, repeated),) = ranks.run(equality_job, [("cpu", prompts)])
     answers = ranks.run(equality_job, [("cpu", prompts)] * 2, dp=2, ep=2)
     assert sorted(tokens) == [0, 1, 2] and {len(each) for each in tokens.values()} == {OUTPUT_TOKENS}
-    assert answers[0][0] | answers[1][0] == tokens
+    assert answers[0][0] | answers[1][0] == tokens and repeated == answers[0][2] + answers[1][2] == 3
     both = {name: answers[0][1][name] | answers[1][1][name] for name in ("float32", "bfloat16")}
     found = differences(one, both)
     assert found["float32"] < 1e-4 and 0 <= found["from_one"] < 1e-3 < found["from_float32"] < 1
