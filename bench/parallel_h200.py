@@ -1,11 +1,13 @@
-"""Several GPUs of one machine: tokens equal to one GPU's, then decode speed of a slice of V4-Flash with experts shared out.
+"""Several GPUs of one machine: tokens and logits against one GPU's, then decode speed of a slice of V4-Flash with experts shared out.
 
-    python -m bench.parallel_h200 [--gpus 2 4] [--device cuda] [--tokens-only] [--slice-only] [--layers N] [--sequences N] [--json FILE]
+    python -m bench.parallel_h200 [--gpus 2 4] [--device cuda] [--equality-only] [--slice-only] [--layers N] [--sequences N] [--json FILE]
 
-Every rank is a process that steps an engine of its own, as the ranks of a server do. `tokens`: tiny-v4 with dp and ep, and with tp, against
-one GPU, greedy, in bfloat16; a sequence may part from it where two tokens are nearly as likely, so the first tokens that differ are shown
-with the gap between the two best logits there. `slice`: layers of the released size with random weights, a given number of sequences on
-each GPU; the share of communication is that of NCCL's kernels in a profiled step, waiting for other ranks included.
+Every rank is a process that steps an engine of its own, as the ranks of a server do. `equality`: tiny-v4 with dp and ep, and with tp, against
+one GPU. With dp and ep in batch-invariant mode all greedy tokens must be equal. By teacher forcing: float32 logits may differ as sums in
+another order do; the mean KL divergence of bfloat16 stands beside that of one GPU with the prompts in smaller chunks; and the same steps
+give the same bits again, or kernels and exchanges overlap that must not.
+`slice`: layers of the released size with random weights, a given number of sequences on each GPU; the share of communication is that of
+NCCL's kernels in a profiled step, waiting for other ranks included.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from abyssal.config import EngineConfig
@@ -32,10 +35,13 @@ from abyssal.parallel.comm import ALONE, Comm
 from abyssal.parallel.mesh import Mesh
 
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 700, 64
+ROWS, CHUNK = 64, 50  # logits compared of each prompt; tokens of the smaller chunks
+LAYOUTS = {"float32": "fp32", "bfloat16": "v4"}  # of records, by dtype of the logits compared
 WARM_UP, STEPS, PROFILED = 5, 32, 3
-PATIENCE = 200.0  # seconds for a job
+PATIENCE = 300.0  # seconds for a job
 
 Job = Callable[..., Any]
+Logits = dict[int, np.ndarray]  # prompt -> fp32 [ROWS, V]
 
 
 def on_ranks(job: Job, mesh: Mesh, device: str, *arguments: Any) -> list[Any]:
@@ -82,21 +88,40 @@ def engine_config(comm: Comm, device: str, **options: Any) -> EngineConfig:
     return EngineConfig(device=device, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep, enable_prefix_caching=False, **options)
 
 
-# Tokens
+# Equality
 
 
-def tokens_job(comm: Comm, device: str, prompts: list[list[int]]) -> dict[int, list[tuple[int, float]]]:
-    """Prompt -> its tokens, each with the gap between the two best log-probabilities, of the prompts that this rank's replica was given."""
-    engine = Engine(engine_config(comm, device, kv_cache_bytes=1 << 30, max_model_len=4096), comm=comm)
-    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=2)
+def equality_job(comm: Comm, device: str, prompts: list[list[int]]) -> tuple[dict[int, list[int]], dict[str, Logits], int]:
+    """Of the prompts of this rank's replica: greedy tokens in batch-invariant mode, if one rank computes a replica; logits of the last
+    rows by dtype, each prompt a chunk or in smaller ones; and how many of these come out with the same bits again in bfloat16."""
     mine = range(comm.mesh.dp_rank, len(prompts), comm.mesh.dp)
-    for index in mine:
-        engine.add(EngineRequest(str(index), prompts[index], params))
-    tokens: dict[int, list[tuple[int, float]]] = {index: [] for index in mine}
-    for update in steps_together(engine, comm):
-        for token, logprobs in zip(update.token_ids, update.logprobs or [], strict=True):
-            tokens[int(update.request_id)].append((token, logprobs.top_logprobs[0] - logprobs.top_logprobs[1]))
-    return tokens
+    options: dict[str, Any] = {"kv_cache_bytes": 1 << 30, "max_model_len": 4096}
+    tokens: dict[int, list[int]] = {}
+    if comm.mesh.tp == 1:
+        engine = Engine(engine_config(comm, device, batch_invariant=device == "cuda", **options), comm=comm)
+        params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+        tokens = {index: [] for index in mine}
+        for index in mine:
+            engine.add(EngineRequest(str(index), prompts[index], params))
+        for update in steps_together(engine, comm):
+            tokens[int(update.request_id)] += update.token_ids
+    logits: dict[str, Logits] = {}
+    for dtype, layout in LAYOUTS.items():
+        engine = Engine(engine_config(comm, device, dtype=dtype, kv_layout=layout, **options), comm=comm)
+        logits[dtype], logits[f"{dtype} in chunks"], again = (
+            scored(engine, comm, {index: prompts[index] for index in mine}, most) for most in (PROMPT_TOKENS, CHUNK, CHUNK)
+        )
+    return tokens, logits, sum(np.array_equal(again[index], logits["bfloat16 in chunks"][index]) for index in mine)
+
+
+def scored(engine: Engine, comm: Comm, prompts: dict[int, list[int]], most: int) -> Logits:
+    """Of the last tokens of each prompt, computed `most` tokens at a time; replicas begin and end at the same time."""
+    found = {}
+    for index, ids in prompts.items():
+        sizes = [min(most, len(ids) - start) for start in range(0, len(ids), most)]
+        found[index] = engine.score(ids, sizes, list(range(max(0, len(ids) - ROWS), len(ids)))).numpy()
+    steps_together(engine, comm)
+    return found
 
 
 def steps_together(engine: Engine, comm: Comm) -> list[Any]:
@@ -109,28 +134,50 @@ def steps_together(engine: Engine, comm: Comm) -> list[Any]:
             return updates
 
 
-def compare_tokens(gpus: list[int], device: str) -> dict[str, Any]:
+def compare(gpus: list[int], device: str) -> dict[str, Any]:
+    """Tokens and logits of several ranks beside one rank's, and one rank's logits beside its own in smaller chunks."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 4000, (PROMPT_TOKENS - 40 * i,), generator=generator).tolist() for i in range(PROMPTS)]
-    (one,) = on_ranks(tokens_job, Mesh(), device, prompts)
-    found = {}
-    meshes = [Mesh(n, 1, n) for n in gpus] + [Mesh(1, 2, 2)] + ([Mesh(2, 2, 4)] if max(gpus) >= 4 else [])
-    for mesh in meshes:
+    ((tokens, one, repeated),) = on_ranks(equality_job, Mesh(), device, prompts)
+    found: dict[str, dict[str, Any]] = {
+        "one rank": differences(one, one) | {"repeated": repeated},
+        "one rank in chunks": differences(one, {dtype: one[f"{dtype} in chunks"] for dtype in LAYOUTS}),
+    }
+    for mesh in [Mesh(n, 1, n) for n in gpus] + [Mesh(1, 2, 2)] + ([Mesh(2, 2, 4)] if max(gpus) >= 4 else []):
+        answers = on_ranks(equality_job, mesh, device, prompts)
         name = f"dp={mesh.dp} tp={mesh.tp} ep={mesh.ep}"
-        got: dict[int, list[tuple[int, float]]] = {}
-        for answer in on_ranks(tokens_job, mesh, device, prompts):
-            for index, tokens in answer.items():
-                assert [t for t, _ in got.setdefault(index, tokens)] == [t for t, _ in tokens], "ranks of a replica differ"
-        partings = []
-        for index, tokens in sorted(got.items()):
-            at = next((i for i, (a, b) in enumerate(zip(one[index], tokens, strict=True)) if a[0] != b[0]), None)
-            if at is not None:
-                partings.append({"prompt": index, "at": at, "gap": one[index][at][1]})
-        found[name] = {"equal": len(got) - len(partings), "of": len(prompts), "partings": partings}
+        logits = {dtype: {i: x for _, each, _ in answers for i, x in each[dtype].items()} for dtype in LAYOUTS}
+        found[name] = differences(one, logits)
+        found[name]["repeated"] = sum(count for _, _, count in answers[:: mesh.tp])
+        if mesh.tp == 1:
+            found[name]["equal"] = sum(tokens[i] == got for each, _, _ in answers for i, got in each.items())
+    for name, row in found.items():
+        repeats = f"; same bits again {row['repeated']} of {PROMPTS}" if "repeated" in row else ""
+        equal = f"; batch-invariant tokens equal {row['equal']} of {PROMPTS}" if "equal" in row else ""
         print(
-            f"tokens {name}: {len(got) - len(partings)} of {len(prompts)} sequences equal to one rank's; {partings}", flush=True
+            f"{name}: float32 logits within {row['float32']:.1e} of one rank's; bfloat16: mean KL from one rank {row['from_one']:.5f}, "
+            f"from its float32 {row['from_float32']:.5f}{repeats}{equal}",
+            flush=True,
         )
     return found
+
+
+def differences(one: dict[str, Logits], other: dict[str, Logits]) -> dict[str, float]:
+    """The largest difference of float32 logits; the mean KL divergence of `other` in bfloat16 from `one`, in bfloat16 and in float32."""
+
+    def rows(side: dict[str, Logits], dtype: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([side[dtype][i] for i in one[dtype]])).double()
+
+    def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
+        p, q = p.log_softmax(-1), q.log_softmax(-1)
+        return (p.exp() * (p - q)).sum(-1).mean().item()
+
+    exact, got = rows(one, "float32"), rows(other, "bfloat16")
+    return {
+        "float32": (rows(other, "float32") - exact).abs().max().item(),
+        "from_one": divergence(rows(one, "bfloat16"), got),
+        "from_float32": divergence(exact, got),
+    }
 
 
 # Slice
@@ -205,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", help="numbers of ranks; default: 2, and 4 if there are as many")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tokens-only", action="store_true")
+    parser.add_argument("--equality-only", action="store_true")
     parser.add_argument("--slice-only", action="store_true")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--sequences", type=int, default=128, help="on each GPU")
@@ -216,8 +263,8 @@ def main() -> None:
     gpus = args.gpus or [n for n in (2, 4) if n <= present]
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"}
     if not args.slice_only:
-        result["tokens"] = compare_tokens(gpus, args.device)
-    if not args.tokens_only:
+        result["equality"] = compare(gpus, args.device)
+    if not args.equality_only:
         result["slice"] = measure_slice(gpus, args.device, args.layers, args.sequences, args.context)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))

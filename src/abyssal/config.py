@@ -329,10 +329,10 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
             "batch_invariant=true needs kernels, but backend is reference: the order of PyTorch's sums follows the size of a step; choose "
             "another backend or leave the option out"
         )
-    if config.batch_invariant and ep > 1:
+    if config.batch_invariant and config.tp > 1:
         raise ConfigError(
-            f"batch_invariant=true: the order of sums over ranks (tp={config.tp}, ep={ep}) follows the size of a step; set tp=1 and ep=1 or "
-            "leave the option out"
+            f"batch_invariant=true: tp={config.tp} ranks add up parts of sums, in an order that follows the size of a step; set tp=1 or leave "
+            "the option out"
         )
     default_bytes = CPU_KV_CACHE_BYTES if device == "cpu" else None
     return replace(

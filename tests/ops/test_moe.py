@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -210,8 +211,8 @@ def experts_of(layer: ExpertLayer, start: int, stop: int) -> ExpertLayer:
     """The layer of a rank that holds some of the experts."""
 
     def part(weight: LinearWeight) -> LinearWeight:
-        assert weight.scale is not None
-        return replace(weight, data=weight.data[start:stop].contiguous(), scale=weight.scale[start:stop].contiguous())
+        scale = None if weight.scale is None else weight.scale[start:stop].contiguous()
+        return replace(weight, data=weight.data[start:stop].contiguous(), scale=scale)
 
     return replace(layer, w13=part(layer.w13), w2=part(layer.w2))
 
@@ -233,12 +234,55 @@ def test_parts_of_several_ranks_make_up_the_experts() -> None:
     assert total[2].eq(0).all()
 
 
+def sum_over_ranks(layer: ExpertLayer, x: Tensor, ids: Tensor, cuts: list[int]) -> tuple[Tensor, Tensor]:
+    """The layer in batch-invariant mode by ranks that hold experts cuts[i] .. cuts[i + 1], and the tokens' experts."""
+    whole = kernels.prepare_experts(layer)
+    chosen, weights = kernels.choices_of(x, ids, whole, batch_invariant=True)
+    parts = [
+        kernels.outputs_of_choices(x, chosen, weights, kernels.prepare_experts(experts_of(layer, first, stop)), first)
+        for first, stop in itertools.pairwise(cuts)
+    ]
+    shared = kernels.shared_part(x, whole, batch_invariant=True)
+    return kernels.sum_of_choices(torch.stack(parts).sum(0), chosen, shared, ids, whole), chosen
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile", "hashed", "config"),
+    [
+        ("fp4", 32, True, MANY),
+        pytest.param("fp4", 128, False, FEW, marks=pytest.mark.long),
+        pytest.param("fp8_32", 32, False, FEW, marks=pytest.mark.long),
+        pytest.param("plain", None, False, FEW, marks=pytest.mark.long),
+    ],
+)
+def test_batch_invariant_ranks_have_the_bits_of_one(
+    kind: str, tile: int | None, hashed: bool, config: kernels.MoeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three choices, a row that fills up the batch, and a rank of whose experts nobody wants any."""
+    monkeypatch.setattr(kernels, "moe_config", lambda *_, **__: config)
+    dim, inner = (96, 112) if hashed else (128, 128)
+    layer = random_layer(dim, inner, 5, 3, kind, tile, "plain", hashed=hashed)
+    if hashed:
+        layer = replace(layer, tid2eid=torch.tensor([[3, 0, 2], [2, 3, 2]], dtype=torch.int32, device=DEVICE))
+        ids = torch.tensor([0, -1, 1], device=DEVICE)
+    else:
+        layer.bias[4] = -1e3
+        ids = torch.tensor([0, -1, 0], device=DEVICE)
+    x = random_input(3, dim)[0]
+    total, chosen = sum_over_ranks(layer, x, ids, [0, 2, 4, 5])
+    assert chosen[1].eq(-1).all() and 4 not in chosen
+    assert torch.equal(total, kernels.moe(x, ids, kernels.prepare_experts(layer), batch_invariant=True))
+    assert_close(total[::2], expert_layer(x[::2], ids[::2], layer))
+
+
 def test_ranks_without_tokens_launch_nothing() -> None:
     experts = kernels.prepare_experts(random_layer(128, 128, 3, 2, "fp4", 128))
     x, ids = random_input(0, 128)
     chosen, weights = kernels.choices_of(x, ids, experts)
     assert chosen.shape == weights.shape == (0, 2) and chosen.dtype == torch.int32
     assert kernels.part_of_experts(x, chosen, weights, experts, 0).shape == kernels.shared_part(x, experts).shape == (0, 128)
+    outputs = kernels.outputs_of_choices(x, chosen, weights, experts, 0)
+    assert outputs.shape == (0, 2, 128) and kernels.sum_of_choices(outputs, chosen, x, ids, experts).shape == (0, 128)
 
 
 def test_kernels_take_any_sizes() -> None:
@@ -450,6 +494,18 @@ def test_a_token_keeps_its_bits_in_any_batch(name: str) -> None:
     assert torch.equal(beside, together)
     padded = torch.cat([x[:5], torch.full_like(x[:11], float("nan"))]), torch.cat([ids[:5], torch.full_like(ids[:11], -1)])
     assert torch.equal(kernels.moe(*padded, layer, batch_invariant=True)[:5], together[:5])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_batch_invariant_ranks_of_real_sizes_have_the_bits_of_one(name: str, tokens: int) -> None:
+    """Each rank computes the rows of others beside these, as the experts' owner does."""
+    dim, inner, tile, shared = REAL[name]
+    layer = random_layer(dim, inner, 32, 6, "fp4", tile, shared)
+    x, ids = random_input(96, dim)
+    expected = kernels.moe(x[:tokens], ids[:tokens], kernels.prepare_experts(layer), batch_invariant=True)
+    assert torch.equal(sum_over_ranks(layer, x, ids, [0, 8, 16, 24, 32])[0][:tokens], expected)
 
 
 @pytest.mark.gpu

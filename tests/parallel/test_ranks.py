@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from abyssal import LLM
 from abyssal.engine.request import EngineRequest, SamplingParams
+from tests.checkpoint.build import random_v4_checkpoint
 from tests.support.cuts import random_cuts
-from tests.support.ranks import Pool, Scored, engine_job, facts_job, preempted_job, tensors_job
+from tests.support.ranks import Pool, Scored, engine_job, facts_job, preempted_job, row_by_row_job, tensors_job
+from tests.support.small_model import config_dict
 
 TOLERANCE = 1e-4  # sums of several ranks round in another order
 OPTIONS: dict[str, Any] = {"kv_cache_bytes": 64 << 20, "max_model_len": 2048, "max_num_batched_tokens": 256}
@@ -113,6 +116,21 @@ def test_tiny_v4(mesh: dict[str, int], name: str, ranks: Pool) -> None:
     (alone,) = ranks.run(engine_job, [({"model": name, **OPTIONS}, [], [])])
     whole, part = alone[2]["weights"], counts[0]["weights"]
     assert part < (0.9 if mesh.get("tp", 1) == 1 else 0.75) * whole, "a rank has its part of the weights only"
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}], ids=["dp2-ep2", "dp4-ep4"])
+def test_batch_invariant_logits_have_the_bits_of_one_rank(mesh: dict[str, int], tmp_path: Path, ranks: Pool) -> None:
+    """Replicas of several and of no tokens share 8 experts, of which a token takes 4: where ranks add up parts, bits differ."""
+    changes = {"n_routed_experts": 8, "num_experts_per_tok": 4, "num_hash_layers": 1}
+    random_v4_checkpoint(tmp_path, config_dict([0, 4, 128], **changes), seed=5, quantised=False)
+    options = OPTIONS | {"model": str(tmp_path)}
+    scored = [[(prompt(n, 150, n), [n - n // 3, n // 3])] for n in (40, 9, 3, 21)[: mesh["dp"]]]
+    scored[0] *= 2  # the others have nothing left by then
+    (expected,) = ranks.run(row_by_row_job, [(options, list(chain(*scored)), True)])
+    for invariant in (True, False):
+        answers = ranks.run(row_by_row_job, [(options, each, invariant) for each in scored], **mesh)
+        equal = [torch.equal(a, b) for a, b in zip(chain(*answers), expected, strict=True)]
+        assert all(equal) if invariant else not any(equal)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, {"dp": 2, "tp": 2, "ep": 4}], ids=["dp2-ep2", "dp2-tp2-ep4"])

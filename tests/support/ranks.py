@@ -9,6 +9,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,8 +17,11 @@ from torch import Tensor
 from abyssal.checkpoint.loader import LoadWeights, Weights, load_weights
 from abyssal.checkpoint.rows import RowTable
 from abyssal.config import EngineConfig
+from abyssal.engine import runner
 from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest
+from abyssal.ops._reference import ReferenceOps
+from abyssal.ops.moe import ExpertLayer
 from abyssal.parallel.mesh import Mesh
 from abyssal.parallel.ranks import RankComm
 
@@ -103,6 +107,34 @@ def engine_job(
     logits = [engine.score(ids, sizes, list(range(len(ids)))) for ids, sizes in scored]
     tokens = generate(engine, comm, requests)
     return logits, tokens, {"weights": loaded[0]}
+
+
+class RowByRow(ReferenceOps):
+    """A token's experts are computed by themselves: their bits do not depend on the rows that other ranks bring."""
+
+    def __init__(self, batch_invariant: bool) -> None:
+        self.batch_invariant = batch_invariant
+
+    def choice_outputs(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertLayer, first: int) -> Tensor:
+        rows = zip(*(part.split(1) for part in (x, chosen, weights)), strict=True)
+        return torch.cat([ReferenceOps.choice_outputs(self, *row, experts, first) for row in rows])
+
+    def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertLayer, first: int) -> Tensor:
+        return self.choice_outputs(x, chosen, weights, experts, first).sum(1, dtype=torch.float32)
+
+    def moe(self, x: Tensor, token_ids: Tensor, experts: ExpertLayer) -> Tensor:
+        chosen, weights = self.route(x, token_ids, experts)
+        outputs = self.choice_outputs(x, chosen, weights, experts, 0)
+        return self.choice_sum(outputs, chosen, self.shared_expert(x, experts), token_ids, experts)
+
+
+def row_by_row_job(comm: RankComm, options: dict[str, Any], scored: list[Scored], batch_invariant: bool) -> list[Tensor]:
+    """Logits of every scored prompt, computed by `RowByRow`."""
+    with patch.object(runner, "select_ops", lambda *_: RowByRow(batch_invariant)):
+        engine = engine_of(comm, options)
+    logits = [engine.score(ids, sizes, list(range(len(ids)))) for ids, sizes in scored]
+    generate(engine, comm, [])
+    return logits
 
 
 def preempted_job(

@@ -41,9 +41,13 @@ class MoE:
         if self.comm.mesh.ep == 1:  # every expert is here
             return self.ops.moe(x, token_ids, self.experts)
         chosen, weights = self.ops.route(x, token_ids, self.experts)
-        routed = self.comm.experts(x, chosen, weights, self.config.num_experts, self._routed)  # fp32
-        out = self.comm.sum(routed + self.ops.shared_expert(x, self.experts))
-        return out.to(x.dtype)
+        routed = self.comm.experts(x, chosen, weights, self.config.num_experts, self._routed)
+        shared = self.ops.shared_expert(x, self.experts)
+        if self.ops.batch_invariant:  # no sum over a replica's ranks: it has one
+            return self.ops.choice_sum(routed, chosen, shared, token_ids, self.experts)
+        return self.comm.sum(routed + shared).to(x.dtype)
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor, first: int) -> Tensor:
-        return self.ops.routed_experts(x, chosen, weights, self.experts, first)
+        """Of this rank's experts the sum, fp32 [T, D]; batch-invariant each choice by itself [T, k, D], as ranks would cut the sum."""
+        compute = self.ops.choice_outputs if self.ops.batch_invariant else self.ops.routed_experts
+        return compute(x, chosen, weights, self.experts, first)

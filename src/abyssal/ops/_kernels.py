@@ -29,7 +29,16 @@ from abyssal.ops.index_score.triton import index_score_blocks
 from abyssal.ops.linear import LinearWeight
 from abyssal.ops.linear import triton as products
 from abyssal.ops.moe import ExpertLayer
-from abyssal.ops.moe.triton import KernelExperts, choices_of, moe, part_of_experts, prepare_experts, shared_part
+from abyssal.ops.moe.triton import (
+    KernelExperts,
+    choices_of,
+    moe,
+    outputs_of_choices,
+    part_of_experts,
+    prepare_experts,
+    shared_part,
+    sum_of_choices,
+)
 from abyssal.ops.norm.triton import rms_norm
 from abyssal.ops.output_quant.triton import output_quant, output_quant_e4m3
 from abyssal.ops.qkv_insert.triton import qkv_insert, window_store
@@ -287,13 +296,19 @@ class KernelOps:
         return moe(x, token_ids, experts, batch_invariant=self.batch_invariant, beside=beside)
 
     def route(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
-        return choices_of(x, token_ids, experts)
+        return choices_of(x, token_ids, experts, batch_invariant=self.batch_invariant)
 
     def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int) -> Tensor:
         return part_of_experts(x, chosen, weights, experts, first)
 
+    def choice_outputs(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int) -> Tensor:
+        return outputs_of_choices(x, chosen, weights, experts, first)
+
+    def choice_sum(self, outputs: Tensor, chosen: Tensor, shared: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
+        return sum_of_choices(outputs, chosen, shared, token_ids, experts)
+
     def shared_expert(self, x: Tensor, experts: KernelExperts) -> Tensor:
-        return shared_part(x, experts)
+        return shared_part(x, experts, batch_invariant=self.batch_invariant)
 
 
 def check_model(model: ModelConfig, caches: CachePlan) -> None:

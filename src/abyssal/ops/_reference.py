@@ -19,7 +19,7 @@ from abyssal.ops.decode_facts import Plan, decode_facts
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
 from abyssal.ops.linear import LinearWeight, linear, linear_grouped
-from abyssal.ops.moe import ExpertLayer, expert_layer, moe, route, shared_expert
+from abyssal.ops.moe import ExpertLayer, choice_outputs, choice_sum, expert_layer, moe, route, shared_expert
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.output_quant import output_quant
 from abyssal.ops.qkv_insert import qkv_insert
@@ -158,6 +158,12 @@ class ReferenceOps:
 
     def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertLayer, first: int) -> Tensor:
         return moe(x, chosen, weights, experts.w13, experts.w2, experts.limit, first)
+
+    def choice_outputs(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertLayer, first: int) -> Tensor:
+        return choice_outputs(x, chosen, weights, experts.w13, experts.w2, experts.limit, first)
+
+    def choice_sum(self, outputs: Tensor, chosen: Tensor, shared: Tensor, token_ids: Tensor, experts: ExpertLayer) -> Tensor:
+        return choice_sum(outputs, shared)
 
     def shared_expert(self, x: Tensor, experts: ExpertLayer) -> Tensor:
         return shared_expert(x, experts)

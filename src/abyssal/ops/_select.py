@@ -133,6 +133,12 @@ class Ops(Protocol):
     def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, first: int) -> Tensor:
         """Sum of those chosen experts that `experts` has, whose first is number `first`: x [T, D] -> fp32 [T, D]."""
 
+    def choice_outputs(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, first: int) -> Tensor:
+        """The terms of that sum, for `batch_invariant`: x [T, D] -> [T, k, D], 0 for experts elsewhere."""
+
+    def choice_sum(self, outputs: Tensor, chosen: Tensor, shared: Tensor, token_ids: Tensor, experts: Any) -> Tensor:
+        """Outputs [T, k, D] of all choices and those of the shared expert [T, D] -> [T, D], added up in the order of `moe`."""
+
     def shared_expert(self, x: Tensor, experts: Any) -> Tensor:
         """x [T, D] -> [T, D]."""
 

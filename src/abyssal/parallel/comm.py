@@ -9,7 +9,8 @@ from torch import Tensor
 
 from abyssal.parallel.mesh import ONE_RANK, Mesh
 
-# x [n, D], chosen experts int [n, k], weights fp32 [n, k], number of this rank's first expert -> fp32 [n, D] of this rank's experts
+# x [n, D], chosen experts int [n, k], weights fp32 [n, k], number of this rank's first expert -> [n, ...] of this rank's experts, terms of
+# a sum over ranks
 LocalExperts = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
@@ -31,14 +32,14 @@ class Comm:
         return x
 
     def experts(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, local: LocalExperts) -> Tensor:
-        """Weighted sum of every token's chosen experts, wherever they are.
+        """What `local` gives for every token's chosen experts, summed over where they are.
 
         Args:
             x: [T, D]; experts int [T, k], among the `num_experts` of a layer; weights fp32 [T, k].
             local: computes the experts of this rank.
 
         Returns:
-            fp32 [T, D]; of a replica with several ranks a part, which `sum` adds up.
+            [T, ...]; of a replica with several ranks a part, which `sum` adds up.
         """
         return local(x, experts, weights, 0)
 

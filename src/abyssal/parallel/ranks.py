@@ -177,10 +177,9 @@ def exchange(
         counts: rows of every rank of `group`; n for this one.
 
     Returns:
-        fp32 [n, D], summed in the order of ranks.
+        [n, ...] of what `compute` gives for rows, summed in the order of ranks.
     """
-    ranks, total, width = len(counts), sum(counts), x.shape[1]
-    mine = len(x)
+    ranks, total, mine = len(counts), sum(counts), len(x)
     parts = [part.contiguous().view(torch.uint8) for part in (x, experts.int(), weights)]
     packed = torch.cat(parts, dim=1)  # [n, bytes], one message per rank
     received = packed.new_empty(total, packed.shape[1])
@@ -191,7 +190,7 @@ def exchange(
         ids.contiguous().view(torch.int32),
         scales.contiguous().view(torch.float32),
     )
-    out = compute(rows, ids, scales)  # [total, D]
-    returned = out.new_empty(ranks * mine, width)
+    out = compute(rows, ids, scales)  # [total, ...]
+    returned = out.new_empty(ranks * mine, *out.shape[1:])
     dist.all_to_all_single(returned, out, [mine] * ranks, counts, group=group)
-    return returned.view(ranks, mine, width).sum(0)
+    return returned.view(ranks, mine, *out.shape[1:]).sum(0)

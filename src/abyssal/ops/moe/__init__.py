@@ -35,8 +35,8 @@ def expert_layer(x: Tensor, token_ids: Tensor, layer: ExpertLayer) -> Tensor:
     """Routed experts plus the shared one: x [T, D], normalised, and token_ids [T] -> [T, D] in x's dtype."""
     ids = None if layer.tid2eid is None else layer.tid2eid[token_ids]
     experts, weights = route(x, layer.gate, layer.bias, ids, layer.k, layer.scale, layer.temperature)
-    routed = moe(x, experts, weights, layer.w13, layer.w2, layer.limit)  # fp32
-    return (routed + shared_expert(x, layer)).to(x.dtype)
+    outputs = choice_outputs(x, experts, weights, layer.w13, layer.w2, layer.limit)
+    return choice_sum(outputs, shared_expert(x, layer))
 
 
 def shared_expert(x: Tensor, layer: ExpertLayer) -> Tensor:
@@ -74,7 +74,19 @@ def swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, limit: float, dtype:
 
 
 def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float, first: int = 0) -> Tensor:
-    """Sum of the chosen experts' outputs: x [T, D], experts int64 [T, k], weights fp32 [T, k] -> fp32 [T, D].
+    """Sum of the chosen experts' outputs, fp32 [T, D]; arguments as of `choice_outputs`."""
+    return choice_outputs(x, experts, weights, w13, w2, limit, first).sum(1, dtype=torch.float32)
+
+
+def choice_sum(outputs: Tensor, shared: Tensor) -> Tensor:
+    """Outputs of each choice [T, k, D], and of the shared expert [T, D] -> their sum in its dtype."""
+    return (outputs.sum(1, dtype=torch.float32) + shared).to(shared.dtype)
+
+
+def choice_outputs(
+    x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float, first: int = 0
+) -> Tensor:
+    """The output of every choice, weighted: x [T, D], experts int64 [T, k], weights fp32 [T, k] -> [T, k, D] in x's dtype.
 
     w13 is stacked [E, 2 I, D] (gate rows, then up rows), w2 [E, D, I], of experts first .. first + E - 1; others give 0.
     """
@@ -96,7 +108,7 @@ def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: Line
     sorted_out[start:] = 0.0
     out = torch.empty_like(sorted_out)
     out[order] = sorted_out
-    return out.view(tokens, k, x.shape[1]).sum(1, dtype=torch.float32)
+    return out.view(tokens, k, x.shape[1])
 
 
 def _expert(x: Tensor, weight: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float) -> Tensor:

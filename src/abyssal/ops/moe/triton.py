@@ -946,13 +946,14 @@ def moe_total(routed: Routed, shared: Tensor | None, token_ids: Tensor | None, d
     return out
 
 
-def choices_of(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
+def choices_of(x: Tensor, token_ids: Tensor, experts: KernelExperts, *, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
     """`abyssal.ops.moe.route` for bf16: x [T, D], token_ids int [T] -> experts int32 [T, k], weights fp32 [T, k]."""
     _check(x, token_ids, experts)
     if len(x) == 0:
         empty = torch.empty(0, experts.k, dtype=torch.int32, device=x.device)
         return empty, empty.float()
-    choice = route(x, token_ids, experts, moe_config(len(x) * experts.k, experts.num_experts))
+    config = moe_config(len(x) * experts.k, experts.num_experts, batch_invariant)
+    choice = route(x, token_ids, experts, config, batch_invariant)
     return choice.experts, choice.weights
 
 
@@ -965,16 +966,37 @@ def part_of_experts(
         return torch.empty(0, dim, dtype=torch.float32, device=x.device)
     here = experts.w13.shape[0]
     config = config or moe_config(tokens * experts.k * here // experts.num_experts, here)
-    inputs = torch.empty(tokens, experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
-    moe_input[(tokens,)](x, inputs, **_input_constants(dim, experts.w13, config.up), num_warps=4)
-    return moe_total(
-        routed_experts(Choice(chosen, weights, inputs), experts, config, first=first), None, None, dim, early=x.is_cuda
-    )
+    return moe_total(_routed_here(x, chosen, weights, experts, first, config), None, None, dim, early=x.is_cuda)
 
 
-def shared_part(x: Tensor, experts: KernelExperts) -> Tensor:
+def outputs_of_choices(x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int) -> Tensor:
+    """`abyssal.ops.moe.choice_outputs` for bf16, a token's bits as in `moe` with `batch_invariant`, whichever rank has the experts."""
+    tokens, dim = x.shape
+    if tokens == 0:
+        return x.new_empty(0, experts.k, dim)
+    config = moe_config(tokens * experts.k, experts.num_experts, batch_invariant=True)
+    routed = _routed_here(x, chosen, weights, experts, first, config)
+    here = (chosen >= first) & (chosen < first + routed.count)
+    return torch.where(here.unsqueeze(2), routed.outputs.view(tokens, experts.k, -1)[..., :dim], 0.0)
+
+
+def sum_of_choices(outputs: Tensor, chosen: Tensor, shared: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
+    """`abyssal.ops.moe.choice_sum` for bf16, in the order of `moe`: outputs [T, k, D], chosen int32 [T, k], shared [T, D] -> [T, D]."""
+    if len(shared) == 0:
+        return torch.empty_like(shared)
+    routed = Routed(outputs.flatten(0, 1), chosen, 0, experts.num_experts)
+    return moe_total(routed, shared, token_ids, shared.shape[1], early=False)
+
+
+def _routed_here(x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int, config: MoeConfig) -> Routed:
+    inputs = torch.empty(len(x), experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
+    moe_input[(len(x),)](x, inputs, **_input_constants(x.shape[1], experts.w13, config.up), num_warps=4)
+    return routed_experts(Choice(chosen, weights, inputs), experts, config, first=first)
+
+
+def shared_part(x: Tensor, experts: KernelExperts, *, batch_invariant: bool = False) -> Tensor:
     """`abyssal.ops.moe.shared_expert` for bf16: x [T, D] -> bf16 [T, D]."""
-    return shared_expert(x, experts) if len(x) else torch.empty_like(x)
+    return shared_expert(x, experts, batch_invariant) if len(x) else torch.empty_like(x)
 
 
 def _fitting(config: ProductConfig, columns: int) -> ProductConfig:
