@@ -84,7 +84,7 @@ def dequantize(weight: LinearWeight, dtype: torch.dtype) -> Tensor:
     With power-of-two scales the result is exact in fp32 and in bf16, as e4m3 and e2m1 have at most 4 significant bits.
     """
     if weight.format == "plain":
-        return weight.data.to(dtype)
+        return weight.data.to(dtype=dtype)
     assert weight.scale is not None and weight.block is not None, f"{weight.format} weight without scale or block"
     values = unpack_e2m1(weight.data) if weight.format == "fp4" else weight.data.float()
     rows, columns = values.shape[-2:]
