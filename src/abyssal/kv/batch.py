@@ -41,7 +41,7 @@ class QueryGroup:
     """n x b queries: b consecutive tokens of each of n sequences. Decoding: b = 1; prefill: n = 1."""
 
     rows: slice  # of the step's tokens, n * b of them
-    sequences: Tensor  # [n] int64, row in the page tables
+    sequences: slice  # of the step's sequences
     positions: Tensor  # [n, b] int64
     window_slots: Tensor  # [window layers, n, W + b - 1] int32, -1 before the sequence's first token
     window_hidden: Tensor  # [n, b, W + b - 1] bool, True where the query does not see the slot
@@ -134,6 +134,7 @@ class Batch:
     stores: dict[str, StoreFacts]  # kinds that store rows of single tokens: windows, states
     compress: dict[int, CompressFacts]  # ratio -> facts
     tables: dict[str, Tensor]  # whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
+    entries: dict[str, Tensor]  # for `groups`: whole-context kinds -> [layers, S, entries] int32 slots, -1 after the last
     engram_rows: Tensor | None  # [engram layers, T, columns] int64 on the CPU, rows of the n-gram tables; None: there are none
 
     def entry_slots(self, spec: CacheSpec, layer: int, group: QueryGroup) -> Tensor:
@@ -141,11 +142,7 @@ class Batch:
 
         -1 stands beyond the entries of a shorter sequence.
         """
-        count, entries = group.max_visible[spec.ratio], spec.entries_per_page
-        pages = self.tables[spec.name][spec.row(layer)][group.sequences, : -(-count // entries)]  # [n, pages]
-        index = torch.arange(count, dtype=torch.int32, device=pages.device)
-        slots = pages.index_select(1, index // entries) * entries + index % entries
-        return slots.masked_fill_(index >= group.visible[spec.ratio][:, -1:], -1)
+        return self.entries[spec.name][spec.row(layer), group.sequences, : group.max_visible[spec.ratio]]
 
 
 def build_batch(
@@ -171,6 +168,11 @@ def build_batch(
     positions_t = _tensor(positions, device)
     ratios = sorted({plan.ratio for plan in config.layers if plan.ratio})
     tables = {n: _stack_tables(n, s, chunks, device) for n, s in cache.specs.items() if s.lifetime == "context"}
+    entries: dict[str, Tensor] = {}
+    if not as_lists:
+        visible = {r: np.array([[c.end // r] for c in chunks]) for r in ratios}
+        most = {r: int(v.max()) for r, v in visible.items()}
+        entries = visible_slots(tables, cache.specs, {r: _tensor(v, device) for r, v in visible.items()}, most)
     return Batch(
         token_ids=torch.tensor([t for c in chunks for t in c.token_ids], device=device),
         positions=positions_t,
@@ -181,6 +183,7 @@ def build_batch(
         stores={n: _store_facts(s, chunks, offsets, device) for n, s in cache.specs.items() if stores_tokens(s)},
         compress={r: _compress_facts(config, cache, r, chunks, offsets, positions_t) for r in ratios},
         tables=tables,
+        entries=entries,
         engram_rows=None if ngrams is None else engram_rows(ngrams, chunks),
     )
 
@@ -303,6 +306,18 @@ def _stack_tables(name: str, spec: CacheSpec, chunks: list[Chunk], device: torch
     return _tensor(stacked, device)
 
 
+def visible_slots(
+    tables: dict[str, Tensor], specs: dict[str, CacheSpec], visible: dict[int, Tensor], most: dict[int, int]
+) -> dict[str, Tensor]:
+    """`Batch.entries` from the page tables of whole-context kinds; ratio -> entries [S, 1] of every sequence, and the most of them."""
+    slots = {}
+    for name, pages in tables.items():
+        ratio = specs[name].ratio
+        beyond = torch.arange(most[ratio], device=pages.device) >= visible[ratio]
+        slots[name] = _page_slots(pages, specs[name], most[ratio]).masked_fill_(beyond, -1)
+    return slots
+
+
 def _query_groups(
     spec: CacheSpec, ratios: list[int], chunks: list[Chunk], offsets: np.ndarray, device: torch.device
 ) -> list[QueryGroup]:
@@ -310,13 +325,13 @@ def _query_groups(
     groups = []
     if decoding:
         starts = [c.start for c in chunks[:decoding]]
-        groups.append(_query_group(spec, ratios, chunks, list(range(decoding)), starts, 1, slice(0, decoding), device))
+        groups.append(_query_group(spec, ratios, chunks, slice(0, decoding), starts, 1, slice(0, decoding), device))
     for row in range(decoding, len(chunks)):
         chunk = chunks[row]
         for start in range(chunk.start, chunk.end, QUERY_TILE):
             size = min(QUERY_TILE, chunk.end - start)
             first = int(offsets[row]) + start - chunk.start
-            groups.append(_query_group(spec, ratios, chunks, [row], [start], size, slice(first, first + size), device))
+            groups.append(_query_group(spec, ratios, chunks, slice(row, row + 1), [start], size, slice(first, first + size), device))
     return groups
 
 
@@ -324,7 +339,7 @@ def _query_group(
     spec: CacheSpec,
     ratios: list[int],
     chunks: list[Chunk],
-    sequences: list[int],
+    sequences: slice,
     starts: list[int],
     size: int,
     rows: slice,
@@ -333,13 +348,13 @@ def _query_group(
     reach = spec.window - 1
     positions = np.array(starts)[:, None] + np.arange(size)  # [n, b]
     keys = np.array(starts)[:, None] + np.arange(-reach, size)  # [n, W + b - 1]
-    slots = [entry_slots(spec, chunks[s].cache.tables[spec.name], k) for s, k in zip(sequences, keys, strict=True)]
+    slots = [entry_slots(spec, c.cache.tables[spec.name], k) for c, k in zip(chunks[sequences], keys, strict=True)]
     distance = positions[:, :, None] - keys[:, None, :]
     mask = (distance >= 0) & (distance <= reach) & (keys >= 0)[:, None, :]
     visible = {r: (positions + 1) // r for r in ratios}
     return QueryGroup(
         rows=rows,
-        sequences=torch.tensor(sequences, device=device),
+        sequences=sequences,
         positions=_tensor(positions, device),
         window_slots=_tensor(np.stack(slots, axis=1), device),
         window_hidden=_tensor(~mask, device),
