@@ -564,12 +564,12 @@ class RecordView:
 
     def write(self, slots: Tensor, values: Tensor) -> None:
         """slots int [n], -1 where the row is not stored; values [n, dim]."""
-        stored = slots >= 0
-        if not stored.all():
+        if -1 in slots.tolist():
+            stored = slots >= 0
             slots, values = slots[stored], values[stored]
         layout = self.spec.layout
         if layout.grid is None:
-            rows = values.to(layout.dtype)
+            rows = values.to(dtype=layout.dtype)
         else:
             rows, self._scales[self._split(slots)] = codec.encode(layout, values)
         if self._flat is None:

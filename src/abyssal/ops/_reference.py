@@ -99,13 +99,13 @@ class ReferenceOps:
         self, q: Tensor, plan: LayerPlan, batch: Batch, cache: KVCache, selection: Selection, sink: Tensor, scale: float
     ) -> Tensor:
         chosen = selection.entries if plan.selection == "topk" else [None] * len(batch.groups)
-        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        for group, indices in zip(batch.groups, chosen, strict=True):
+        out = []
+        for group, indices in zip(batch.groups, chosen, strict=True):  # in the order of their tokens
             window = cache.views["window"].read(group.window_slots[plan.layer])
             entries, hidden = _entries(plan, group, indices, batch, cache)
-            rows = q[group.rows].unflatten(0, group.shape)
-            out[group.rows] = sparse_attention(rows, window, group.window_hidden, entries, hidden, sink, scale).flatten(0, 1)
-        return out
+            rows = q[group.rows].view(*group.shape, *q.shape[1:])
+            out.append(sparse_attention(rows, window, group.window_hidden, entries, hidden, sink, scale).flatten(0, 1))
+        return torch.cat(out)
 
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> tuple[LinearWeight | Tensor, ...]:
         return weights
