@@ -331,7 +331,9 @@ def _query_groups(
         for start in range(chunk.start, chunk.end, QUERY_TILE):
             size = min(QUERY_TILE, chunk.end - start)
             first = int(offsets[row]) + start - chunk.start
-            groups.append(_query_group(spec, ratios, chunks, slice(row, row + 1), [start], size, slice(first, first + size), device))
+            groups.append(
+                _query_group(spec, ratios, chunks, slice(row, row + 1), [start], size, slice(first, first + size), device)
+            )
     return groups
 
 
