@@ -168,11 +168,6 @@ def build_batch(
     positions_t = _tensor(positions, device)
     ratios = sorted({plan.ratio for plan in config.layers if plan.ratio})
     tables = {n: _stack_tables(n, s, chunks, device) for n, s in cache.specs.items() if s.lifetime == "context"}
-    entries: dict[str, Tensor] = {}
-    if not as_lists:
-        visible = {r: np.array([[c.end // r] for c in chunks]) for r in ratios}
-        most = {r: int(v.max()) for r, v in visible.items()}
-        entries = visible_slots(tables, cache.specs, {r: _tensor(v, device) for r, v in visible.items()}, most)
     return Batch(
         token_ids=torch.tensor([t for c in chunks for t in c.token_ids], device=device),
         positions=positions_t,
@@ -183,7 +178,7 @@ def build_batch(
         stores={n: _store_facts(s, chunks, offsets, device) for n, s in cache.specs.items() if stores_tokens(s)},
         compress={r: _compress_facts(config, cache, r, chunks, offsets, positions_t) for r in ratios},
         tables=tables,
-        entries=entries,
+        entries={} if as_lists else {n: _entries(cache.specs[n], chunks, device) for n in tables},
         engram_rows=None if ngrams is None else engram_rows(ngrams, chunks),
     )
 
@@ -306,16 +301,12 @@ def _stack_tables(name: str, spec: CacheSpec, chunks: list[Chunk], device: torch
     return _tensor(stacked, device)
 
 
-def visible_slots(
-    tables: dict[str, Tensor], specs: dict[str, CacheSpec], visible: dict[int, Tensor], most: dict[int, int]
-) -> dict[str, Tensor]:
-    """`Batch.entries` from the page tables of whole-context kinds; ratio -> entries [S, 1] of every sequence, and the most of them."""
-    slots = {}
-    for name, pages in tables.items():
-        ratio = specs[name].ratio
-        beyond = torch.arange(most[ratio], device=pages.device) >= visible[ratio]
-        slots[name] = _page_slots(pages, specs[name], most[ratio]).masked_fill_(beyond, -1)
-    return slots
+def _entries(spec: CacheSpec, chunks: list[Chunk], device: torch.device) -> Tensor:
+    counts = [chunk.end // spec.ratio for chunk in chunks]
+    slots = np.full((len(spec.layers), len(chunks), max(counts)), -1, np.int32)
+    for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+        slots[:, row, :count] = entry_slots(spec, chunk.cache.tables[spec.name], np.arange(count))
+    return _tensor(slots, device)
 
 
 def _query_groups(
@@ -389,7 +380,7 @@ def _query_lists(
     visible = {r: (positions + 1) // r for r in ratios}
     most = {r: int(v.max()) for r, v in visible.items()}
     wholly = {f"c{p.ratio}" for p in config.layers if p.selection == "all" or (p.ratio and most[p.ratio] <= config.index_topk)}
-    whole = {name: _page_slots(tables[name], cache.specs[name], most[cache.specs[name].ratio]) for name in wholly}
+    whole = {name: page_slots(tables[name], cache.specs[name], most[cache.specs[name].ratio]) for name in wholly}
     one_each = len(positions) == len(chunks)
     return QueryLists(
         sequences=None if one_each else _tensor(np.repeat(np.arange(len(chunks)), counts), device),
@@ -402,7 +393,7 @@ def _query_lists(
     )
 
 
-def _page_slots(pages: Tensor, spec: CacheSpec, count: int) -> Tensor:
+def page_slots(pages: Tensor, spec: CacheSpec, count: int) -> Tensor:
     """pages int32 [..., P] -> slots int32 [..., count] of the first `count` entries; beyond a sequence's last page in the zero page."""
     entry = torch.arange(count, dtype=torch.int32, device=pages.device)
     return pages.index_select(-1, entry // spec.entries_per_page) * spec.entries_per_page + entry % spec.entries_per_page

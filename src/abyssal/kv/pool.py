@@ -507,15 +507,15 @@ def _leaves_page(spec: CacheSpec, end: int) -> bool:
 
 def entry_slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
     """Slots int32 [layers, n] of entry indices [n]; -1 for negative indices and where nothing is stored."""
-    if spec.lifetime == "record":
-        entries = entries % spec.record_entries
-    blocks = entries // spec.entries_per_page - table.first_block
-    held = (entries >= 0) & (blocks >= 0) & (blocks < table.pages.shape[1])
     if table.pages.shape[1] == 0:
         return np.full((len(spec.layers), len(entries)), -1, np.int32)
-    pages = table.pages[:, np.where(held, blocks, 0)]
-    slots = pages * spec.entries_per_page + (entries % spec.entries_per_page).astype(np.int32)
-    return np.where(held & (pages != NO_PAGE), slots, -1).astype(np.int32)
+    if spec.lifetime == "record":
+        entries = entries % spec.record_entries
+    blocks, rows = np.divmod(entries, spec.entries_per_page)
+    blocks -= table.first_block
+    pages = table.pages.take(blocks, axis=1, mode="clip")
+    held = (blocks >= 0) & (blocks < table.pages.shape[1]) & (pages != NO_PAGE)
+    return np.where(held, pages * spec.entries_per_page + rows, -1).astype(np.int32)
 
 
 class RecordView:
