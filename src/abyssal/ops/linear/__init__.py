@@ -101,11 +101,11 @@ def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
     a weight with `quantize_input` is first rounded to e4m3, as the FP8 and FP4 products of V4 spec 3.3 do; fp32 is plain
     mathematics.
     """
-    columns = weight.shape[-1]
-    assert x.shape[-1] == columns, f"input has {x.shape[-1]} columns, the weight {columns}"
+    matrix = dequantize(weight, x.dtype)
+    assert x.shape[-1] == matrix.shape[-1], f"input has {x.shape[-1]} columns, the weight {matrix.shape[-1]}"
     if x.dtype == torch.bfloat16 and weight.quantize_input is not None:
         x = quantize_e4m3_tiles(x, weight.quantize_input)
-    out = F.linear(x, dequantize(weight, x.dtype))
+    out = F.linear(x, matrix)
     return out if out_dtype is None else out.to(out_dtype)
 
 
