@@ -507,7 +507,7 @@ def _leaves_page(spec: CacheSpec, end: int) -> bool:
 
 def entry_slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
     """Slots int32 [layers, n] of entry indices [n]; -1 for negative indices and where nothing is stored."""
-    if table.pages.shape[1] == 0:
+    if table.pages.shape[1] == 0 or len(entries) == 0:
         return np.full((len(spec.layers), len(entries)), -1, np.int32)
     if spec.lifetime == "record":
         entries = entries % spec.record_entries
