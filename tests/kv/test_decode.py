@@ -100,6 +100,10 @@ def assert_same(cache: KVCache, expected: Batch, got: Batch, n: int, count: int,
     for name, pages in expected.tables.items():
         equal(pages, got.tables[name][:, :n, : pages.shape[2]], name)
         assert (got.tables[name][:, :n, pages.shape[2] :] == NO_PAGE).all() and (got.tables[name][:, n:] == NO_PAGE).all()
+    for name, slots in expected.entries.items():
+        equal(slots, got.entries[name][:, :n, : slots.shape[2]], name)
+        assert (got.entries[name][:, :n, slots.shape[2] :] == -1).all() and (got.entries[name][:, n:] == -1).all()
+    assert expected.entries.keys() == got.entries.keys()
     assert expected.stores.keys() == got.stores.keys() and expected.tables.keys() == got.tables.keys()
     for ratio, facts in expected.compress.items():
         equal(facts.phases, got.compress[ratio].phases[:n], ratio)
@@ -107,7 +111,8 @@ def assert_same(cache: KVCache, expected: Batch, got: Batch, n: int, count: int,
     assert len(got.groups) == len(expected.groups)
     for one, group in zip(expected.groups, got.groups, strict=True):
         assert group.shape == (count, 1) and group.rows == slice(0, count)
-        for name in ("sequences", "positions", "window_hidden"):
+        assert group.sequences == slice(0, count)
+        for name in ("positions", "window_hidden"):
             equal(getattr(one, name), getattr(group, name)[:n], name)
         equal(one.window_slots, group.window_slots[:, :n], "window")
         assert (group.window_slots[:, n:] == -1).all() and group.window_hidden[n:].all()

@@ -41,7 +41,7 @@ class QueryGroup:
     """n x b queries: b consecutive tokens of each of n sequences. Decoding: b = 1; prefill: n = 1."""
 
     rows: slice  # of the step's tokens, n * b of them
-    sequences: Tensor  # [n] int64, row in the page tables
+    sequences: slice  # of the step's sequences
     positions: Tensor  # [n, b] int64
     window_slots: Tensor  # [window layers, n, W + b - 1] int32, -1 before the sequence's first token
     window_hidden: Tensor  # [n, b, W + b - 1] bool, True where the query does not see the slot
@@ -134,6 +134,7 @@ class Batch:
     stores: dict[str, StoreFacts]  # kinds that store rows of single tokens: windows, states
     compress: dict[int, CompressFacts]  # ratio -> facts
     tables: dict[str, Tensor]  # whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
+    entries: dict[str, Tensor]  # for `groups`: whole-context kinds -> [layers, S, entries] int32 slots, -1 after the last
     engram_rows: Tensor | None  # [engram layers, T, columns] int64 on the CPU, rows of the n-gram tables; None: there are none
 
     def entry_slots(self, spec: CacheSpec, layer: int, group: QueryGroup) -> Tensor:
@@ -141,11 +142,7 @@ class Batch:
 
         -1 stands beyond the entries of a shorter sequence.
         """
-        count, entries = group.max_visible[spec.ratio], spec.entries_per_page
-        pages = self.tables[spec.name][spec.row(layer)][group.sequences, : -(-count // entries)]  # [n, pages]
-        index = torch.arange(count, dtype=torch.int32, device=pages.device)
-        slots = pages.index_select(1, index // entries) * entries + index % entries
-        return slots.masked_fill_(index >= group.visible[spec.ratio][:, -1:], -1)
+        return self.entries[spec.name][spec.row(layer), group.sequences, : group.max_visible[spec.ratio]]
 
 
 def build_batch(
@@ -181,6 +178,7 @@ def build_batch(
         stores={n: _store_facts(s, chunks, offsets, device) for n, s in cache.specs.items() if stores_tokens(s)},
         compress={r: _compress_facts(config, cache, r, chunks, offsets, positions_t) for r in ratios},
         tables=tables,
+        entries={} if as_lists else {n: _entries(cache.specs[n], chunks, device) for n in tables},
         engram_rows=None if ngrams is None else engram_rows(ngrams, chunks),
     )
 
@@ -303,6 +301,14 @@ def _stack_tables(name: str, spec: CacheSpec, chunks: list[Chunk], device: torch
     return _tensor(stacked, device)
 
 
+def _entries(spec: CacheSpec, chunks: list[Chunk], device: torch.device) -> Tensor:
+    counts = [chunk.end // spec.ratio for chunk in chunks]
+    slots = np.full((len(spec.layers), len(chunks), max(counts)), -1, np.int32)
+    for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+        slots[:, row, :count] = entry_slots(spec, chunk.cache.tables[spec.name], np.arange(count))
+    return _tensor(slots, device)
+
+
 def _query_groups(
     spec: CacheSpec, ratios: list[int], chunks: list[Chunk], offsets: np.ndarray, device: torch.device
 ) -> list[QueryGroup]:
@@ -310,13 +316,15 @@ def _query_groups(
     groups = []
     if decoding:
         starts = [c.start for c in chunks[:decoding]]
-        groups.append(_query_group(spec, ratios, chunks, list(range(decoding)), starts, 1, slice(0, decoding), device))
+        groups.append(_query_group(spec, ratios, chunks, slice(0, decoding), starts, 1, slice(0, decoding), device))
     for row in range(decoding, len(chunks)):
         chunk = chunks[row]
         for start in range(chunk.start, chunk.end, QUERY_TILE):
             size = min(QUERY_TILE, chunk.end - start)
             first = int(offsets[row]) + start - chunk.start
-            groups.append(_query_group(spec, ratios, chunks, [row], [start], size, slice(first, first + size), device))
+            groups.append(
+                _query_group(spec, ratios, chunks, slice(row, row + 1), [start], size, slice(first, first + size), device)
+            )
     return groups
 
 
@@ -324,7 +332,7 @@ def _query_group(
     spec: CacheSpec,
     ratios: list[int],
     chunks: list[Chunk],
-    sequences: list[int],
+    sequences: slice,
     starts: list[int],
     size: int,
     rows: slice,
@@ -333,13 +341,13 @@ def _query_group(
     reach = spec.window - 1
     positions = np.array(starts)[:, None] + np.arange(size)  # [n, b]
     keys = np.array(starts)[:, None] + np.arange(-reach, size)  # [n, W + b - 1]
-    slots = [entry_slots(spec, chunks[s].cache.tables[spec.name], k) for s, k in zip(sequences, keys, strict=True)]
+    slots = [entry_slots(spec, c.cache.tables[spec.name], k) for c, k in zip(chunks[sequences], keys, strict=True)]
     distance = positions[:, :, None] - keys[:, None, :]
     mask = (distance >= 0) & (distance <= reach) & (keys >= 0)[:, None, :]
     visible = {r: (positions + 1) // r for r in ratios}
     return QueryGroup(
         rows=rows,
-        sequences=torch.tensor(sequences, device=device),
+        sequences=sequences,
         positions=_tensor(positions, device),
         window_slots=_tensor(np.stack(slots, axis=1), device),
         window_hidden=_tensor(~mask, device),
@@ -372,7 +380,7 @@ def _query_lists(
     visible = {r: (positions + 1) // r for r in ratios}
     most = {r: int(v.max()) for r, v in visible.items()}
     wholly = {f"c{p.ratio}" for p in config.layers if p.selection == "all" or (p.ratio and most[p.ratio] <= config.index_topk)}
-    whole = {name: _page_slots(tables[name], cache.specs[name], most[cache.specs[name].ratio]) for name in wholly}
+    whole = {name: page_slots(tables[name], cache.specs[name], most[cache.specs[name].ratio]) for name in wholly}
     one_each = len(positions) == len(chunks)
     return QueryLists(
         sequences=None if one_each else _tensor(np.repeat(np.arange(len(chunks)), counts), device),
@@ -385,7 +393,7 @@ def _query_lists(
     )
 
 
-def _page_slots(pages: Tensor, spec: CacheSpec, count: int) -> Tensor:
+def page_slots(pages: Tensor, spec: CacheSpec, count: int) -> Tensor:
     """pages int32 [..., P] -> slots int32 [..., count] of the first `count` entries; beyond a sequence's last page in the zero page."""
     entry = torch.arange(count, dtype=torch.int32, device=pages.device)
     return pages.index_select(-1, entry // spec.entries_per_page) * spec.entries_per_page + entry % spec.entries_per_page

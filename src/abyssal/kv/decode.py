@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.batch import Batch, CompressFacts, QueryGroup, QueryLists, Span, StoreFacts, stores_tokens
+from abyssal.kv.batch import Batch, CompressFacts, QueryGroup, QueryLists, Span, StoreFacts, page_slots, stores_tokens
 from abyssal.kv.pool import ALL, NO_PAGE, PageTable, SequenceCache
 from abyssal.kv.specs import ROLL_BACK, CacheSpec
 from abyssal.ops.decode_facts import NO_FLOOR, Array, Compute, Plan, Table, Task, What
@@ -165,28 +165,36 @@ class DecodeFacts:
             for n, s in self.specs.items()
             if s.lifetime == "context"
         }
+        visible = {r: got["visible", r][0] for r in self.ratios}  # [B, 1]
         return Batch(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
             logit_rows=shape.each,
             rope={"main": main, "compress": compress},
-            groups=[] if self.as_lists else [self._group(shape, inputs, got)],
+            groups=[] if self.as_lists else [self._group(shape, inputs, got, visible)],
             lists=self._lists(shape, got) if self.as_lists else None,
             stores={n: StoreFacts(shape.each, slots[:, :, 0]) for n, slots in _named("store", got).items()},
             compress={r: _compress(r, got, rope) for r, rope in zip(self.ratios, of_groups, strict=True)},
             tables=tables,
+            entries={} if self.as_lists else {n: self._entries(n, pages, visible, shape.most) for n, pages in tables.items()},
             engram_rows=None,
         )
 
-    def _group(self, shape: _Shape, inputs: DecodeInputs, got: _Got) -> QueryGroup:
-        slots = got["window", "window"]
+    def _entries(self, name: str, pages: Tensor, visible: dict[int, Tensor], most: dict[int, int]) -> Tensor:
+        """Slots int32 [layers, B, most] of what each sequence has of a whole-context kind, from its page tables [layers, B, P]."""
+        ratio = self.specs[name].ratio
+        beyond = torch.arange(most[ratio], device=pages.device) >= visible[ratio]
+        return page_slots(pages, self.specs[name], most[ratio]).masked_fill_(beyond, -1)
+
+    def _group(self, shape: _Shape, inputs: DecodeInputs, got: _Got, visible: dict[int, Tensor]) -> QueryGroup:
+        slots, every = got["window", "window"], slice(0, shape.count)
         return QueryGroup(
-            rows=slice(0, shape.count),
-            sequences=shape.each,
+            rows=every,
+            sequences=every,
             positions=inputs.positions.unsqueeze(1),
             window_slots=slots,
             window_hidden=(slots[0] < 0).unsqueeze(1),
-            visible={r: got["visible", r][0] for r in self.ratios},
+            visible=visible,
             max_visible=shape.most,
         )
 

@@ -507,15 +507,15 @@ def _leaves_page(spec: CacheSpec, end: int) -> bool:
 
 def entry_slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
     """Slots int32 [layers, n] of entry indices [n]; -1 for negative indices and where nothing is stored."""
+    if table.pages.shape[1] == 0 or len(entries) == 0:
+        return np.full((len(spec.layers), len(entries)), -1, np.int32)
     if spec.lifetime == "record":
         entries = entries % spec.record_entries
-    blocks = entries // spec.entries_per_page - table.first_block
-    held = (entries >= 0) & (blocks >= 0) & (blocks < table.pages.shape[1])
-    if table.pages.shape[1] == 0:
-        return np.full((len(spec.layers), len(entries)), -1, np.int32)
-    pages = table.pages[:, np.where(held, blocks, 0)]
-    slots = pages * spec.entries_per_page + (entries % spec.entries_per_page).astype(np.int32)
-    return np.where(held & (pages != NO_PAGE), slots, -1).astype(np.int32)
+    blocks, rows = np.divmod(entries, spec.entries_per_page)
+    blocks -= table.first_block
+    pages = table.pages.take(blocks, axis=1, mode="clip")
+    held = (blocks >= 0) & (blocks < table.pages.shape[1]) & (pages != NO_PAGE)
+    return np.where(held, pages * spec.entries_per_page + rows, -1).astype(np.int32)
 
 
 class RecordView:
@@ -564,12 +564,12 @@ class RecordView:
 
     def write(self, slots: Tensor, values: Tensor) -> None:
         """slots int [n], -1 where the row is not stored; values [n, dim]."""
-        stored = slots >= 0
-        if not stored.all():
+        if -1 in slots.tolist():
+            stored = slots >= 0
             slots, values = slots[stored], values[stored]
         layout = self.spec.layout
         if layout.grid is None:
-            rows = values.to(layout.dtype)
+            rows = values.to(dtype=layout.dtype)
         else:
             rows, self._scales[self._split(slots)] = codec.encode(layout, values)
         if self._flat is None:

@@ -48,7 +48,7 @@ class Compressor:
         assert entries is not None
         facts = batch.compress[self.ratio]
         if self.bias is not None:
-            rows += self.bias[facts.phases]
+            rows += self.bias.index_select(0, facts.phases)
         return self.ops.compress(
             rows,
             self.norm,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +27,14 @@ from abyssal.ops.output_quant import output_quant
 from abyssal.ops.qkv_insert import qkv_insert
 from abyssal.ops.select_topk import candidate_mask, select_topk
 from abyssal.ops.sparse_attention import sparse_attention
+
+
+@dataclass(frozen=True, slots=True)
+class _Projections:
+    """Weights of one input; where all of them are plain fp32, one matrix that stacks them: one product is faster than several."""
+
+    weights: tuple[LinearWeight | Tensor, ...]
+    sizes: list[int]  # N_i, of each weight as it was given
 
 
 class ReferenceOps:
@@ -99,25 +109,34 @@ class ReferenceOps:
         self, q: Tensor, plan: LayerPlan, batch: Batch, cache: KVCache, selection: Selection, sink: Tensor, scale: float
     ) -> Tensor:
         chosen = selection.entries if plan.selection == "topk" else [None] * len(batch.groups)
-        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        for group, indices in zip(batch.groups, chosen, strict=True):
+        out = []
+        for group, indices in zip(batch.groups, chosen, strict=True):  # in the order of their tokens
             window = cache.views["window"].read(group.window_slots[plan.layer])
             entries, hidden = _entries(plan, group, indices, batch, cache)
-            rows = q[group.rows].unflatten(0, group.shape)
-            out[group.rows] = sparse_attention(rows, window, group.window_hidden, entries, hidden, sink, scale).flatten(0, 1)
-        return out
+            rows = q[group.rows].view(*group.shape, *q.shape[1:])
+            out.append(sparse_attention(rows, window, group.window_hidden, entries, hidden, sink, scale).flatten(0, 1))
+        return torch.cat(out)
 
-    def prepare_linear(self, *weights: LinearWeight | Tensor) -> tuple[LinearWeight | Tensor, ...]:
-        return weights
+    def prepare_linear(self, *weights: LinearWeight | Tensor) -> _Projections:
+        sizes = [weight.shape[0] for weight in weights]
+        matrices = [w if isinstance(w, Tensor) else w.data for w in weights if isinstance(w, Tensor) or w.format == "plain"]
+        if len(matrices) == len(weights) > 1 and all(m.dtype == torch.float32 for m in matrices):
+            return _Projections((torch.cat(matrices),), sizes)
+        return _Projections(weights, sizes)
 
-    def linear(self, x: Any, prepared: Any) -> tuple[Tensor, ...]:
-        return tuple(F.linear(x.float(), weight) if isinstance(weight, Tensor) else linear(x, weight) for weight in prepared)
+    def linear(self, x: Any, prepared: _Projections) -> Sequence[Tensor]:
+        out = [F.linear(x.float(), w) if isinstance(w, Tensor) else linear(x, w) for w in prepared.weights]
+        return out if len(out) == len(prepared.sizes) else out[0].split_with_sizes(prepared.sizes, dim=1)
 
-    def output_quant(self, out: Tensor, rope: Tensor, prepared: Any, groups: int, dtype: torch.dtype) -> Tensor:
-        return output_quant(out, rope, prepared[0].quantize_input, dtype).view(len(out), groups, -1)
+    def output_quant(self, out: Tensor, rope: Tensor, prepared: _Projections, groups: int, dtype: torch.dtype) -> Tensor:
+        (weight,) = prepared.weights
+        assert isinstance(weight, LinearWeight), "the grouped output's weight is that of a linear layer"
+        return output_quant(out, rope, weight.quantize_input, dtype).view(len(out), groups, -1)
 
-    def linear_grouped(self, x: Any, prepared: Any, groups: int) -> Tensor:
-        return linear_grouped(x, prepared[0])
+    def linear_grouped(self, x: Any, prepared: _Projections, groups: int) -> Tensor:
+        (weight,) = prepared.weights
+        assert isinstance(weight, LinearWeight), "the grouped output's weight is that of a linear layer"
+        return linear_grouped(x, weight)
 
     def rms_norm(self, *pairs: tuple[Tensor, Tensor], eps: float, reader: Any = None) -> tuple[Any, ...]:
         return tuple(rms_norm(x, weight, eps) for x, weight in pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -87,7 +87,7 @@ class Ops(Protocol):
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> Any:
         """Weights [N_i, K] of one input as `linear` takes them. A `Tensor` asks for fp32 mathematics."""
 
-    def linear(self, x: Any, prepared: Any) -> tuple[Tensor, ...]:
+    def linear(self, x: Any, prepared: Any) -> Sequence[Tensor]:
         """x [T, K], or what `rms_norm` gave its reader -> [T, N_i] of each weight, in x's dtype, fp32 for a `Tensor`; each contiguous in N_i."""
 
     def output_quant(self, out: Tensor, rope: Tensor, prepared: Any, groups: int, dtype: torch.dtype) -> Any:

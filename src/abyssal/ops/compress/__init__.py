@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -42,11 +44,10 @@ def compress(
     Returns:
         The normalised entries [E, D] in `dtype`, before RoPE.
     """
-    if state is None or store is None:
-        pooled = rows
-    elif facts.num_groups:
+    pooled = rows
+    if state is not None and facts.num_groups:
         carried = state.read(facts.carried[state.spec.name][layer_row])
-        available = torch.cat([carried, rows, _empty_row(rows)])
+        available = torch.cat([carried, rows, _empty_row(rows.shape[1] // 2, rows.device)])
         if sums is None:
             pooled = pool(available, facts.sources, overlap)
         else:
@@ -54,10 +55,10 @@ def compress(
             complete, still_open = accumulate(available, facts.sources, before).tensor_split([facts.num_entries])
             pooled = complete[:, 2] / complete[:, 1]
             sums.write(facts.sum_slots[sums.spec.name][layer_row], still_open.flatten(1))
-    else:
-        pooled = rows.new_empty(0, len(norm))
-    latent = rms_norm(pooled.to(dtype), norm, eps)
-    store_entries(latent, facts, entries, layer_row, rotate_keys)
+    latent = rows.new_empty(0, len(norm), dtype=dtype)
+    if facts.num_entries:
+        latent = rms_norm(pooled.to(dtype), norm, eps)
+        store_entries(latent, facts, entries, layer_row, rotate_keys)
     if state is not None and store is not None:
         state.write(store.slots[layer_row], rows.index_select(0, store.rows))
     return latent
@@ -110,7 +111,7 @@ def _carried_sums(sums: RecordView, slots: Tensor) -> Tensor:
     return stored
 
 
-def _empty_row(rows: Tensor) -> Tensor:
-    """The row of a token before the sequence: value 0, score -inf, so that its weight is exactly 0."""
-    half = rows.shape[1] // 2
-    return torch.cat([rows.new_zeros(1, half), rows.new_full((1, half), -torch.inf)], dim=1)
+@lru_cache(maxsize=16)
+def _empty_row(width: int, device: torch.device) -> Tensor:
+    """[1, 2 width], the row of a token before the sequence: value 0, score -inf, so that its weight is exactly 0."""
+    return torch.tensor([[0.0, -torch.inf]], device=device).repeat_interleave(width, dim=1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from abyssal.ops.norm import rms_norm
+from abyssal.ops.norm import inverse_rms, rms_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,53 +30,64 @@ class MixWeights:
 def mix(streams: Tensor, weights: MixWeights, rms_eps: float) -> Tensor:
     """streams [T, S, D] -> raw coefficients fp32 [T, 24 or 4]: (z fn^T) rsqrt(mean z^2 + eps) scale + base."""
     z = streams.flatten(1).float()  # [T, S D], stream-major
-    raw = F.linear(F.rms_norm(z, z.shape[-1:], None, rms_eps), weights.fn)
-    return torch.addcmul(weights.base, raw, weights.scale)
+    return torch.addcmul(weights.base, F.linear(z, weights.fn) * inverse_rms(z, rms_eps), weights.scale)
 
 
 def coefficients(raw: Tensor, streams: int, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """raw [T, 24] -> pre [T, S], post [T, S], comb [T, S, S], fp32."""
-    gates = raw[:, : 2 * streams].sigmoid()
-    pre, post = gates[:, :streams] + eps, gates[:, streams:] * 2
-    comb = sinkhorn(raw[:, 2 * streams :].view(-1, streams, streams), iterations, eps)
-    return pre, post, comb
+    gates, logits = raw.split_with_sizes([2 * streams, streams * streams], 1)
+    least, most = _gate_ranges(streams, eps, raw.device)
+    pre, post = torch.addcmul(least, gates.sigmoid(), most).chunk(2, 1)
+    return pre, post, sinkhorn(logits.view(-1, streams, streams), iterations, eps)
+
+
+@lru_cache(maxsize=8)
+def _gate_ranges(streams: int, eps: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What is added to the sigmoids of pre and post, eps and 0, and their factors, 1 and 2; each [2 S]."""
+    least, most = torch.tensor([[eps, 0.0], [1.0, 2.0]], device=device).repeat_interleave(streams, dim=1)
+    return least, most
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """logits [T, S, S] -> nearly doubly stochastic [T, S, S]; ends with a column normalisation (V4 spec 2.2, step 7)."""
     size = logits.shape[-1]
-    row_sums, column_sums = _sum_matrices(size, eps, logits.device)
-    # Flattened, with one more column that stays 1: through it the products below add eps to every sum.
-    comb = F.pad((logits.softmax(-1) + eps).flatten(1), (0, 1), value=1.0)  # [T, S S + 1]
+    start, constant, row_sums, column_sums = _sinkhorn_matrices(size, eps, logits.device)
+    # Flattened, plus eps, with one more column that stays 1: through it the products below add eps to every sum.
+    comb = F.linear(logits.softmax(-1).flatten(1), start, constant)  # [T, S S + 1]
     sums = torch.empty_like(comb)
     comb.div_(torch.mm(comb, column_sums, out=sums))
     for _ in range(iterations - 1):
         comb.div_(torch.mm(comb, row_sums, out=sums))
         comb.div_(torch.mm(comb, column_sums, out=sums))
-    return comb[:, :-1].unflatten(1, (size, size))
+    return comb[:, :-1].view(-1, size, size)
 
 
 @lru_cache(maxsize=8)
-def _sum_matrices(size: int, eps: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[S S + 1, S S + 1]: replace every element of a flattened S x S matrix by eps + the sum of its row, or column."""
+def _sinkhorn_matrices(size: int, eps: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What Sinkhorn's steps on a flattened S x S matrix, n = S S elements, multiply by and add.
+
+    [n + 1, n] and [n + 1] add eps to every element and append a 1; then two [n + 1, n + 1] replace every element by eps + the sum
+    of its row, or column.
+    """
     eye, ones = torch.eye(size, device=device), torch.ones(size, size, device=device)
     matrices = []
     for sums in (torch.kron(eye, ones), torch.kron(ones, eye)):
         padded = F.pad(sums, (0, 1, 0, 1))
         padded[-1, :-1], padded[-1, -1] = eps, 1.0
         matrices.append(padded)
-    return matrices[0], matrices[1]
+    start = F.pad(torch.eye(size * size, device=device), (0, 0, 0, 1))
+    return start, matrices[0][-1], matrices[0], matrices[1]
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """streams [T, S, D], pre fp32 [T, S] -> sum_j pre[j] streams[j], [T, D] in the streams' dtype."""
-    return torch.bmm(pre.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)
+    return torch.bmm(pre.unsqueeze(1), streams.float()).squeeze(1).type_as(streams)
 
 
 def expand(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """new[k] = post[k] out + sum_j comb[j, k] streams[j]: streams [T, S, D], out [T, D] -> [T, S, D] (V4 spec 2.3)."""
     own = post.unsqueeze(-1) * out.float().unsqueeze(1)
-    return torch.baddbmm(own, comb.transpose(1, 2), streams.float()).to(streams.dtype)
+    return torch.baddbmm(own, comb.mT, streams.float()).type_as(streams)
 
 
 @dataclass(frozen=True, slots=True)

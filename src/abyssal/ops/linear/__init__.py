@@ -84,7 +84,7 @@ def dequantize(weight: LinearWeight, dtype: torch.dtype) -> Tensor:
     With power-of-two scales the result is exact in fp32 and in bf16, as e4m3 and e2m1 have at most 4 significant bits.
     """
     if weight.format == "plain":
-        return weight.data.to(dtype)
+        return weight.data.to(dtype=dtype)
     assert weight.scale is not None and weight.block is not None, f"{weight.format} weight without scale or block"
     values = unpack_e2m1(weight.data) if weight.format == "fp4" else weight.data.float()
     rows, columns = values.shape[-2:]
@@ -101,11 +101,11 @@ def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
     a weight with `quantize_input` is first rounded to e4m3, as the FP8 and FP4 products of V4 spec 3.3 do; fp32 is plain
     mathematics.
     """
-    columns = weight.shape[-1]
-    assert x.shape[-1] == columns, f"input has {x.shape[-1]} columns, the weight {columns}"
+    matrix = dequantize(weight, x.dtype)
+    assert x.shape[-1] == matrix.shape[-1], f"input has {x.shape[-1]} columns, the weight {matrix.shape[-1]}"
     if x.dtype == torch.bfloat16 and weight.quantize_input is not None:
         x = quantize_e4m3_tiles(x, weight.quantize_input)
-    out = F.linear(x, dequantize(weight, x.dtype))
+    out = F.linear(x, matrix)
     return out if out_dtype is None else out.to(out_dtype)
 
 

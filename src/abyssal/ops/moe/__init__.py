@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -91,26 +92,20 @@ def choice_outputs(
     w13 is stacked [E, 2 I, D] (gate rows, then up rows), w2 [E, D, I], of experts first .. first + E - 1; others give 0.
     """
     tokens, k = experts.shape
-    num_experts = w13.data.shape[0]
-    local = experts - first
-    flat = torch.where((local < 0) | (local >= num_experts), num_experts, local).flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=num_experts + 1).tolist()[:num_experts]
-    rows = order // k
-    xs, ws = x.index_select(0, rows), weights.flatten()[order].unsqueeze(1)
-    sorted_out = torch.empty_like(xs)
-    start = 0
-    for index, count in enumerate(counts):
-        if count:
-            part = slice(start, start + count)
-            sorted_out[part] = _expert(xs[part], ws[part], w13.expert(index), w2.expert(index), limit)
-            start += count
-    sorted_out[start:] = 0.0
-    out = torch.empty_like(sorted_out)
-    out[order] = sorted_out
+    chosen, order = experts.flatten().sort(stable=True)  # pairs of token and expert, by expert
+    counts = Counter(chosen.tolist())
+    here = {expert - first: count for expert, count in counts.items() if first <= expert < first + len(w13.data)}
+    start = sum(count for expert, count in counts.items() if expert < first)
+    order = order[start : start + sum(here.values())]
+    out = x.new_zeros(tokens * k, x.shape[1])
+    if here:
+        gate, up = _linear_by_expert(x.index_select(0, order // k), w13, here).chunk(2, dim=1)
+        hidden = swiglu(gate, up, weights.reshape(-1, 1).index_select(0, order), limit, x.dtype)
+        out.index_copy_(0, order, _linear_by_expert(hidden, w2, here))
     return out.view(tokens, k, x.shape[1])
 
 
-def _expert(x: Tensor, weight: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float) -> Tensor:
-    gate, up = linear(x, w13).chunk(2, dim=-1)
-    return linear(swiglu(gate, up, weight, limit, x.dtype), w2)
+def _linear_by_expert(x: Tensor, weight: LinearWeight, counts: dict[int, int]) -> Tensor:
+    """x [P, K], so many rows of each expert in turn, by the matrices [E, N, K] of these experts -> [P, N]."""
+    parts = zip(counts, x.split_with_sizes(list(counts.values())), strict=True)
+    return torch.cat([linear(rows, weight.expert(index)) for index, rows in parts])

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., d], weight fp32 [d] or None -> weight * x * rsqrt(mean(x^2) + eps), in x's dtype (V4 spec, notation)."""
-    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
+    z = x.float()
+    normalised = z * inverse_rms(z, eps)
+    return (normalised if weight is None else normalised * weight).type_as(x)
+
+
+def inverse_rms(z: Tensor, eps: float) -> Tensor:
+    """z fp32 [..., d] -> rsqrt(mean(z^2) + eps) [..., 1]; torch's `rms_norm` takes twice as long on a CPU."""
+    length = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+    return torch.addcmul(_constant(eps, z.device), length, length, value=1 / z.shape[-1]).rsqrt_()
+
+
+@lru_cache(maxsize=8)
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, device=device)

@@ -20,7 +20,7 @@ def output_quant(out: Tensor, rope: Tensor, tile: int | None, dtype: torch.dtype
     Returns:
         [T, H, D] in `dtype`, quantised values already dequantised.
     """
-    out = rotate(out, rope.conj().unsqueeze(1)).to(dtype)
+    out = rotate(out, rope.conj_physical().unsqueeze(1)).to(dtype=dtype)
     if tile is not None and dtype == torch.bfloat16:
         out = quantize_e4m3_tiles(out, tile)
     return out

@@ -27,7 +27,7 @@ def qkv_insert(
     dtype = q.dtype
     if eps is not None:
         q = rms_norm(q, None, eps)
-    q = rotate(q.float(), rope.unsqueeze(1)).to(dtype)
-    kv = rotate(kv.float(), rope).to(dtype)
+    q = rotate(q.float(), rope.unsqueeze(1)).to(dtype=dtype)
+    kv = rotate(kv.float(), rope).to(dtype=dtype)
     window.write(store.slots[layer_row], kv.index_select(0, store.rows))
     return q

@@ -32,9 +32,9 @@ def sparse_attention(
     keys = [_Keys(window, window_hidden)]
     if entries is not None and entry_hidden is not None:
         keys.append(_Keys(entries, entry_hidden))
-    sink_column = sink[:, None].expand(*q.shape[:-1], 1)
+    sink_column = sink.unsqueeze(1).expand(*q.shape[:-1], 1)
     scores = torch.cat([*(k.scores(q) for k in keys), sink_column], dim=-1)  # [n, b, H, K + 1]
-    parts = scores.softmax(-1).split([*(k.count for k in keys), 1], dim=-1)
+    parts = scores.softmax(-1).split_with_sizes([*(k.count for k in keys), 1], dim=-1)
     out = keys[0].combine(parts[0])
     for key, part in zip(keys[1:], parts[1:], strict=False):
         out += key.combine(part)
