@@ -251,6 +251,11 @@ GLUON_RELEASES = ("3.6",)
 CPU_KV_CACHE_BYTES = 4 * 2**30
 
 
+def is_gluon_release(triton: str) -> bool:
+    """Whether the Hopper kernels are written for this version of Triton."""
+    return ".".join(triton.split(".")[:2]) in GLUON_RELEASES
+
+
 def from_sources(cli: Mapping[str, Any], env: Mapping[str, str]) -> EngineConfig:
     """The engine's options: `cli` first (None = not given, text is parsed), then `ABYSSAL_NAME` variables, then defaults.
 
@@ -284,7 +289,7 @@ class Gpu:
     def why_not_hopper(self) -> str | None:
         if self.capability != (9, 0):
             return f"compute capability {self.capability[0]}.{self.capability[1]} is not 9.0"
-        if self.triton is None or ".".join(self.triton.split(".")[:2]) not in GLUON_RELEASES:
+        if self.triton is None or not is_gluon_release(self.triton):
             return f"triton {self.triton} is not among the tested releases: {', '.join(GLUON_RELEASES)}"
         return None
 
