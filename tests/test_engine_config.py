@@ -294,6 +294,7 @@ def test_only_the_allowed_layout_pairs_pass(kv: str, compressed: str, model: Mod
         ({"backend": "triton"}, "backend 'triton' cannot run: kernels need device=cuda; choose auto or reference"),
         ({"backend": "hopper"}, "backend 'hopper' cannot run: kernels need device=cuda; choose auto or reference"),
         ({"device": "cuda"}, "no usable CUDA device"),
+        ({"enable_cuda_graphs": True}, "backend is reference on device=cpu; leave it out, or run on a CUDA device"),
         ({"max_model_len": 1048577}, "max_model_len=1048577 exceeds the model's max_position_embeddings=1048576"),
     ],
 )
@@ -361,10 +362,9 @@ def test_batch_invariance_needs_kernels_and_one_rank_per_replica() -> None:
     assert resolve(EngineConfig(batch_invariant=True), model, True, H200).batch_invariant
     for ranks in ({"dp": 2}, {"dp": 4, "ep": 4}, {"dp": 4, "ep": 2}):
         assert resolve(EngineConfig(batch_invariant=True, **ranks), model, True, H200).batch_invariant
-    for options in ({"device": "cpu"}, {"backend": "reference"}, {"dtype": "float32"}):
-        with pytest.raises(
-            ConfigError, match="batch_invariant=true needs kernels, but backend is reference: .*; choose another backend"
-        ):
+    on_cuda, on_cpu = "reference on device=cuda: .*; choose another backend", "reference on device=cpu: .*run on a CUDA device$"
+    for options, why in (({"backend": "reference"}, on_cuda), ({"dtype": "float32"}, on_cuda), ({"device": "cpu"}, on_cpu)):
+        with pytest.raises(ConfigError, match=f"batch_invariant=true needs kernels, but backend is {why}"):
             resolve(EngineConfig(batch_invariant=True, **options), model, True, H200)
     for options in ({"tp": 2}, {"dp": 2, "tp": 2, "ep": 4}):
         with pytest.raises(ConfigError, match="batch_invariant=true: tp=2 ranks .*; set tp=1 or leave the option out"):

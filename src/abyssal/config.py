@@ -155,7 +155,11 @@ class EngineConfig:
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "run-time precision; float32 is plain mathematics", choices=("auto", "float32", "bfloat16"))
     kv_layout: str = option("auto", "record format of window KV", choices=("auto", "fp32", "bf16", "v4", "v41"))
-    compressed_kv_layout: str = option("auto", "record format of compressed KV", choices=("auto", "same", "fp8", "fp4"))
+    compressed_kv_layout: str = option(
+        "auto",
+        "record format of compressed KV; fp4 goes with kv_layout v41 only, fp8 with none yet: v4 and v41 hold FP8 with same",
+        choices=("auto", "same", "fp8", "fp4"),
+    )
     index_layout: str = option("auto", "record format of index keys", choices=("auto", "fp32", "bf16", "fp8", "fp4"))
     backend: str = option("auto", "which implementation of the ops runs", choices=("auto", "reference", "triton", "hopper"))
     block_size: int = option(256, "tokens per block of the cache; layouts and kernels are built for 256", low=256, high=256)
@@ -319,11 +323,10 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
             "lower it or leave it out"
         )
     alone = config.dp * config.tp == 1
+    remedy = "choose another backend or leave the option out" if device == "cuda" else "leave it out, or run on a CUDA device"
     graphs = backend != "reference" and alone if config.enable_cuda_graphs is None else config.enable_cuda_graphs
     if graphs and backend == "reference":
-        raise ConfigError(
-            "enable_cuda_graphs=true needs kernels, but backend is reference; choose another backend or leave the option out"
-        )
+        raise ConfigError(f"enable_cuda_graphs=true needs kernels, but backend is reference on device={device}; {remedy}")
     if graphs and ep > config.tp:
         raise ConfigError(
             f"enable_cuda_graphs=true: replicas that share experts (dp={config.dp}, ep={ep}) compute steps of other sizes than their own; "
@@ -331,8 +334,8 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
         )
     if config.batch_invariant and backend == "reference":
         raise ConfigError(
-            "batch_invariant=true needs kernels, but backend is reference: the order of PyTorch's sums follows the size of a step; choose "
-            "another backend or leave the option out"
+            f"batch_invariant=true needs kernels, but backend is reference on device={device}: the order of PyTorch's sums follows the "
+            f"size of a step; {remedy}"
         )
     if config.batch_invariant and config.tp > 1:
         raise ConfigError(
@@ -367,10 +370,10 @@ def resolve_ranks(config: EngineConfig, model: ModelConfig) -> int:
     dims = {"heads": model.num_heads, "output groups": model.o_groups, "tokens of vocabulary": model.vocab_size}
     dims |= {"experts": model.num_experts, "columns of the shared expert": shared}
     if (common := math.gcd(*dims.values())) % config.tp:
-        sizes = ", ".join(f"{size} {name}" for name, size in dims.items())
-        raise ConfigError(f"tp={config.tp} does not divide this model's {sizes}; choose one of {_divisors(common)}")
+        sizes = ", ".join(f"{size} {name}" for name, size in dims.items() if size % config.tp)
+        raise ConfigError(f"tp={config.tp} does not divide this model's {sizes}; choose one of {divisors(common)}")
     ranks = config.dp * config.tp
-    fitting = [ep for ep in _divisors(math.gcd(ranks, model.num_experts)) if ep % config.tp == 0]
+    fitting = [ep for ep in divisors(math.gcd(ranks, model.num_experts)) if ep % config.tp == 0]
     if config.ep is not None and config.ep not in fitting:
         raise ConfigError(
             f"ep={config.ep} does not go with dp={config.dp}, tp={config.tp} and {model.num_experts} experts: it must be a multiple "
@@ -379,7 +382,8 @@ def resolve_ranks(config: EngineConfig, model: ModelConfig) -> int:
     return config.tp if config.ep is None else config.ep
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All of them, the smallest first."""
     return [part for part in range(1, number + 1) if number % part == 0]
 
 

@@ -63,6 +63,7 @@ def test_sequences_that_fit_beside_the_weights(call: Call) -> None:
     flash = ("--preset", "v4-flash", "--context", "131072", "--gpu-memory", "141GiB")
     one, four, eight = (planned(call, *flash, "--gpus", str(gpus)) for gpus in (1, 4, 8))
     assert one["sequences"] == 0 and one["least_gpus"] == 2
+    assert planned(call, *flash[:-1], "70GiB")["least_gpus"] == 4, "three would hold it, but do not divide 256 experts"
     assert 0 < four["sequences_per_gpu"] < eight["sequences_per_gpu"]
     assert four["sequences"] == 4 * four["sequences_per_gpu"]
     assert one["weights"]["total"] == four["weights"]["total"] > 2 * four["weights"]["per_gpu"] > four["cache_per_gpu"]
@@ -110,7 +111,11 @@ def test_the_table_says_what_the_json_says(call: Call) -> None:
         (["--gpu-memory", "141"], ["gpu_memory=141", "141GiB"]),
         (["--gpu-memory", "much"], ["gpu_memory='much'", "4GiB"]),
         (["--gpus", "0"], ["gpus=0"]),
+        (["--preset", "v4-pro", "--gpus", "5"], ["gpus=5", "384 experts", "[1, 2, 3, 4, 6, 8, 12, "]),
+        (["--dp", "4", "--tp", "2", "--ep", "8"], ["no dp=4, tp=2, ep=8", "share out the experts", "--gpus"]),
         (["--plot", "memory.jpg"], ["'memory.jpg'", ".svg"]),
+        (["--plot", "/no/such/x.svg"], ["'/no/such/x.svg'", "folder that exists"]),
+        (["/no/model", "--plot", "/no/such/x.svg"], ["'/no/such/x.svg'"]),  # looked at first
         (["--kv-layout", "v4", "--compressed-kv-layout", "fp4"], ["'fp4'", "kv_layout='v4'", "allowed with it: same"]),
         (["--kv-layout", "v41", "--compressed-kv-layout", "fp8"], ["'fp8'", "kv_layout='v41'", "allowed with it: fp4, same"]),
     ],

@@ -17,7 +17,7 @@ from abyssal.engine.link import open_link
 from abyssal.errors import ConfigError, EngineDeadError
 
 needs_nixl = pytest.mark.skipif(
-    importlib.util.find_spec("nixl") is None, reason="NIXL is not installed: pip install 'abyssal[nixl]'"
+    importlib.util.find_spec("nixl") is None, reason="NIXL is not installed: pip install -e '.[nixl]'"
 )
 BACKENDS = ["auto", pytest.param("nixl", marks=needs_nixl)]
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_nixl_that_is_not_installed_is_asked_for_by_name() -> None:
     hidden += "sys.argv = ['abyssal', 'serve', '--prefill-engines', '1', '--transfer-backend', 'nixl', '--port', '0']\n"
     hidden += "from abyssal.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "pip install 'abyssal[nixl]'" in done.stderr, done.stderr
+    assert done.returncode == 2 and "pip install -e '.[nixl]'" in done.stderr, done.stderr
 
 
 def test_a_transfer_backend_needs_prefill_engines() -> None:

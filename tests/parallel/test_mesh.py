@@ -36,9 +36,9 @@ def test_experts_are_shared_out_by_a_replica_unless_told_otherwise() -> None:
     [
         (
             {"tp": 3},
-            r"tp=3 does not divide this model's 8 heads, 4 output groups, 160 tokens .*12 experts.*choose one of \[1, 2, 4\]",
+            r"tp=3 does not divide this model's 8 heads, 4 output groups, 160 tokens of vocabulary, 16 columns .*\[1, 2, 4\]",
         ),
-        ({"tp": 8}, r"tp=8 .*choose one of \[1, 2, 4\]"),
+        ({"tp": 8}, r"tp=8 does not divide this model's 4 output groups, 12 experts; choose one of \[1, 2, 4\]"),
         ({"dp": 4, "ep": 3}, r"ep=3 does not go with dp=4, tp=1 and 12 experts.*choose one of \[1, 2, 4\]"),
         ({"dp": 8, "ep": 8}, r"ep=8 .*choose one of \[1, 2, 4\]"),
         ({"dp": 2, "tp": 2, "ep": 1}, r"ep=1 .*multiple of tp.*choose one of \[2, 4\]"),
@@ -51,7 +51,7 @@ def test_numbers_that_do_not_fit_are_refused_with_those_that_do(ranks: dict[str,
 
 
 def test_refused_before_a_process_starts() -> None:
-    with pytest.raises(ConfigError, match=r"tp=4 does not divide this model's 4 heads, 2 output groups.*choose one of \[1, 2\]"):
+    with pytest.raises(ConfigError, match=r"tp=4 does not divide this model's 2 output groups.*; choose one of \[1, 2\]"):
         LLM("tiny", device="cpu", tp=4)
     with pytest.raises(ConfigError, match=r"ep=3 .*choose one of \[1, 2\]"):
         LLM("tiny", device="cpu", dp=2, ep=3)

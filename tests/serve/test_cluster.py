@@ -20,7 +20,7 @@ import pytest
 from abyssal.config import EngineConfig
 from tests.serve.live import COMPLETIONS, MODEL, PATIENCE, LiveServer, endless, read_all, until
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'abyssal[ray]'")
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install -e '.[ray]'")
 REPLICAS = 3
 
 
@@ -29,7 +29,7 @@ def test_without_ray_the_option_says_what_to_install() -> None:
     hidden += "u.find_spec = lambda name, *a: None if name == 'ray' else find(name, *a)\n"
     body = hidden + "from abyssal.cli import main; sys.argv = ['abyssal', 'serve', '--ray', '--port', '0']; main()"
     done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "pip install 'abyssal[ray]'" in done.stderr, done.stderr
+    assert done.returncode == 2 and "pip install -e '.[ray]'" in done.stderr, done.stderr
 
 
 async def start(config: EngineConfig) -> Any:

@@ -70,7 +70,7 @@ def test_requests_run_side_by_side_and_everything_comes_back() -> None:
     run(test)
 
 
-def test_leaving_early_aborts_in_the_engine() -> None:
+def test_leaving_early_aborts_in_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     async def test(client: EngineClient) -> None:
         async with aclosing(client.generate(request("long", 5000))) as updates:
             async for _ in updates:
@@ -79,6 +79,7 @@ def test_leaving_early_aborts_in_the_engine() -> None:
         assert client.stats.generation_tokens < 1000 and client.num_aborted == 1
 
     run(test)
+    assert not caplog.records, "an engine that is told to end did not die"
 
 
 def test_a_refused_request_ends_with_an_error_and_the_next_one_runs() -> None:
@@ -90,7 +91,7 @@ def test_a_refused_request_ends_with_an_error_and_the_next_one_runs() -> None:
     run(test)
 
 
-def test_a_killed_engine_ends_every_open_request_and_is_known_dead() -> None:
+def test_a_killed_engine_ends_every_open_request_and_is_known_dead(caplog: pytest.LogCaptureFixture) -> None:
     async def test(client: EngineClient) -> None:
         async def wait(name: str) -> str:
             with pytest.raises(EngineDeadError) as caught:
@@ -107,6 +108,9 @@ def test_a_killed_engine_ends_every_open_request_and_is_known_dead() -> None:
             await anext(client.generate(request("late", 1)))
 
     run(test)
+    assert [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "abyssal"] == [
+        ("ERROR", "the engine is gone: the engine process ended with exit code -9")
+    ]
 
 
 def test_an_engine_that_cannot_start_says_why_in_one_line() -> None:

@@ -19,7 +19,7 @@ from tests.serve.live import COMPLETIONS, MODEL, PATIENCE, LiveServer, endless, 
 pytestmark = [
     pytest.mark.long,
     needs_nixl,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'abyssal[ray]'"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install -e '.[ray]'"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.table import Table
 from abyssal.checkpoint.sizes import weight_bytes
 from abyssal.cli.options import config_options, model_argument, split_config
 from abyssal.cli.plot import Line, draw
-from abyssal.config import EngineConfig, ModelConfig, resolve
+from abyssal.config import EngineConfig, ModelConfig, divisors, resolve
 from abyssal.errors import ConfigError
 from abyssal.kv.layouts import V32_TOKEN_BYTES
 from abyssal.kv.report import GIB, capacity_report, memory_report, sequence_totals, stacks
@@ -54,14 +55,20 @@ class PlanConfig:
 @config_options(EngineConfig)
 def command(as_json: bool, plot: str | None, **given: Any) -> None:
     asked = build(PlanConfig, {spec.name: given.pop(spec.name) for spec in option_specs(PlanConfig)}, {})
-    if plot is not None and Path(plot).suffix != ".svg":
-        raise ConfigError(f"--plot {plot!r} must end in .svg, the one format that is drawn")
+    if plot is not None:
+        _check_plot(plot)
     chosen, options = given["model"], split_config(given)
+    _check_ranks(options)
     if asked.preset is not None and chosen is not None:
         raise ConfigError(f"both MODEL {chosen!r} and preset={asked.preset!r} are given; leave one out")
     name, model = (
         (options.model, _checkpoint(options.model)) if asked.preset is None else (asked.preset, load_preset(asked.preset))
     )
+    if model.num_experts % asked.gpus:
+        raise ConfigError(
+            f"gpus={asked.gpus} does not divide this model's {model.num_experts} experts, which the GPUs share out; choose one of "
+            f"{divisors(model.num_experts)}"
+        )
     config = resolve(options, model, device_available=True)  # auto is what it would be on a GPU, wherever this runs
     context = asked.context or config.max_model_len or model.max_position
     if context > model.max_position:
@@ -73,6 +80,25 @@ def command(as_json: bool, plot: str | None, **given: Any) -> None:
         click.echo(json.dumps(report, indent=1))
     else:
         _print(report)
+
+
+def _check_plot(plot: str) -> None:
+    """Before anything is computed: whether the drawing can be written."""
+    file = Path(plot)
+    if file.suffix != ".svg":
+        raise ConfigError(f"--plot {plot!r} must end in .svg, the one format that is drawn")
+    if not file.parent.is_dir() or not os.access(file.parent, os.W_OK) or file.is_dir():
+        raise ConfigError(f"--plot {plot!r} cannot be written; name a file in a folder that exists and is writable")
+
+
+def _check_ranks(options: EngineConfig) -> None:
+    """Ranks are not what is planned for."""
+    ranks = {"dp": options.dp, "tp": options.tp, "ep": options.ep}
+    if given := [f"{name}={size}" for name, size in ranks.items() if size not in (1, None)]:
+        raise ConfigError(
+            f"plan takes no {', '.join(given)}: it counts GPUs that each run attention for their own requests and share out the "
+            "experts; give their number by --gpus"
+        )
 
 
 def _checkpoint(name: str) -> ModelConfig:
@@ -106,11 +132,14 @@ def _machine(asked: PlanConfig, model: ModelConfig, config: EngineConfig, contex
         beside = weights.per_gpu(gpus) + (config.kv_cache_bytes or 0) <= usable
         return beside and capacity_report(model, config, context, budget(gpus), gpus)["sequences"] > 0
 
-    counts = range(1, model.num_experts + 1)
     capacity = capacity_report(model, config, context, max(0, budget(asked.gpus)), asked.gpus)
     if not fits(asked.gpus):
         capacity |= {"sequences_per_gpu": 0, "sequences": 0}
-    return report | {"gpu_memory": asked.gpu_memory / GIB, "least_gpus": next(filter(fits, counts), None), **capacity}
+    return report | {
+        "gpu_memory": asked.gpu_memory / GIB,
+        "least_gpus": next(filter(fits, divisors(model.num_experts)), None),
+        **capacity,
+    }
 
 
 def _plot(name: str, model: ModelConfig, config: EngineConfig) -> str:

@@ -59,7 +59,9 @@ def open_link(backend: str, rank: int, world_size: int, store: str, device: torc
 
 def require_nixl() -> None:
     if importlib.util.find_spec("nixl") is None:
-        raise ConfigError("transfer_backend=nixl needs NIXL, which is not installed: pip install 'abyssal[nixl]'")
+        raise ConfigError(
+            "transfer_backend=nixl needs NIXL, which is not installed: pip install -e '.[nixl]' in the clone of abyssal"
+        )
 
 
 def open_store(path: str, world_size: int) -> dist.Store:

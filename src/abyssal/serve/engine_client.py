@@ -201,7 +201,7 @@ class EngineClient:
 
     def _take(self, event: wire.Event, replica: int) -> None:
         if isinstance(event, wire.Dead):
-            self.die(event.reason)
+            self._lose(event.reason)
         elif isinstance(event, wire.Scored):
             if not (answer := self._scores[replica].popleft()).done():  # who asked may have left
                 answer.set_result(event)
@@ -217,8 +217,14 @@ class EngineClient:
         """Notice a process that ends without a word; without it the others cannot go on."""
         while (reason := self._processes.ended()) is None:
             await asyncio.sleep(0.1)
-        self.die(reason)
+        self._lose(reason)
         self._processes.kill()
+
+    def _lose(self, reason: str) -> None:
+        """The engine died by itself: unlike the end of the server, or of an engine linked to this one, it is logged here."""
+        if self.alive:
+            log.error("the engine is gone: %s", reason)
+        self.die(reason)
 
     def die(self, reason: str) -> None:
         """The engine is gone or of no use any more: every open request ends with `EngineDeadError`."""

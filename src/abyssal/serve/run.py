@@ -89,7 +89,7 @@ async def start_client(engine_config: EngineConfig, server_config: ServerConfig)
         AbyssalError: they cannot start.
     """
     if server_config.ray and importlib.util.find_spec("ray") is None:
-        raise ConfigError("ray=True needs Ray, which is not installed: pip install 'abyssal[ray]'")
+        raise ConfigError("ray=True needs Ray, which is not installed: pip install -e '.[ray]' in the clone of abyssal")
     if server_config.prefill_engines == 0:
         if server_config.ray:
             return await _start_cluster(engine_config, server_config.replicas)
