@@ -249,7 +249,8 @@ class _Job:
         delta = self._processors[index].push(update)
         self.arrived.append(delta)
         self.output.outputs[index].add(delta)
-        self.output.num_cached_tokens = max(self.output.num_cached_tokens, update.num_cached_tokens)
+        if index == 0:  # the other outputs find what this one computed
+            self.output.num_cached_tokens = max(self.output.num_cached_tokens, update.num_cached_tokens)
         if update.prompt_logprobs is not None:
             self.output.prompt_logprobs = update.prompt_logprobs
         return delta

@@ -158,3 +158,23 @@ def test_a11_cached_length_grows_with_a_conversation(keep_reasoning: bool, cache
 
 def shared(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@pytest.mark.parametrize("reused", [0, 512])
+@pytest.mark.parametrize("by_copy", [False, True])
+def test_what_a_preempted_prompt_computed_itself_is_not_counted(
+    cached: Engine, fresh: str, reused: int, by_copy: bool, monkeypatch
+) -> None:
+    """`cached_tokens` is what was reused when the request first ran; its own blocks, found again, are no saving."""
+    monkeypatch.setattr(cached.scheduler.swap, "pays", lambda _: by_copy)
+    prompt = tokens(3000, seed=11)
+    if reused:
+        ask(cached, [prompt[: reused + 1]], fresh)
+    before = cached.stats().cached_tokens
+    cached.add(EngineRequest("again", prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), fresh))
+    cached.step()
+    (seq,) = cached.scheduler.running
+    assert reused < seq.num_computed < len(prompt)
+    cached.scheduler.preempt(seq)
+    found = [update.num_cached_tokens for _ in range(20) if cached.has_unfinished() for update in cached.step()]
+    assert not cached.has_unfinished() and set(found) == {reused} and cached.stats().cached_tokens - before == reused

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 
 from abyssal.errors import HandOverError
-from abyssal.kv.handover import HandOver, Part, PartReader, _digest, complete, export, restore, write_part
+from abyssal.kv.handover import HandOver, Part, PartReader, _digest, _read, complete, export, restore, stored_entries, write_part
 from abyssal.kv.planner import layer_bytes, sequence_cost
 from abyssal.kv.pool import KVCache, SequenceCache, entry_slots
 from abyssal.kv.prefix import PrefixIndex
@@ -163,6 +163,7 @@ def test_damage_anywhere_is_refused_and_touches_nothing() -> None:
         (b"{", "lacks what this engine looks for"),
         (b'{"version": 1, "identity": "model"}', "lacks what this engine looks for: KeyError"),
         (b'{"version": 1, "identity": "model", "num_tokens": "many"}', "lacks what this engine looks for: ValueError"),
+        (b'{"version": 1, "identity": "model", "num_tokens": Infinity}', "lacks what this engine looks for: OverflowError"),
     ],
 )
 def test_sound_files_of_other_content_are_refused(header: bytes, message: str) -> None:
@@ -171,6 +172,22 @@ def test_sound_files_of_other_content_are_refused(header: bytes, message: str) -
         HandOver.from_bytes(save(parts | {"digest": _digest(parts)}))
     with pytest.raises(HandOverError, match="digest"):
         HandOver.from_bytes(save(parts))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "others", "message"),
+    [
+        (torch.zeros(3), {}, "token ids .*float32"),
+        (torch.zeros(1, 3, dtype=torch.int32), {}, "token ids .*int32"),
+        (torch.zeros(3, dtype=torch.int32), {"z": torch.tensor(1)}, "'z'"),
+        (torch.zeros(3, dtype=torch.int32), {"z": torch.zeros(2)}, "'z'"),
+    ],
+)
+def test_sound_files_of_other_tensors_are_refused(token_ids: torch.Tensor, others: dict[str, torch.Tensor], message: str) -> None:
+    header = b'{"version": 1, "identity": "model", "num_tokens": 3, "folded": 0, "kinds": {}}'
+    parts = {"header": torch.frombuffer(bytearray(header), dtype=torch.uint8), "token_ids": token_ids} | others
+    with pytest.raises(HandOverError, match=message):
+        HandOver.from_bytes(save(parts | {"digest": _digest(parts)}))
 
 
 def test_what_comes_from_elsewhere_is_refused_by_name_and_touches_nothing() -> None:
@@ -243,6 +260,28 @@ def test_a_sequence_returns_to_the_blocks_that_it_left() -> None:
     assert restore(cache, seq, handed)
     assert seq.blocks == blocks and len(blocks) == 2
     assert_equal(handed, export(cache, seq, IDS))
+
+
+@pytest.mark.parametrize("layouts", [("fp32", "bf16", "index_bf16"), *PACKED], ids="-".join)
+@pytest.mark.parametrize("beyond", range(17))
+def test_a_hit_behind_restored_tokens_reads_what_was_written(layouts: tuple[str, str, str], beyond: int) -> None:
+    """Of the window before the end of a block only the rows that the next token reads came along: the others are noise on its pages."""
+    config = RELEASED if layouts in PACKED else {}
+    plan = plan_caches(small_config([0, 4, 128, 4], **config), *layouts)
+    home, cache = cache_of(plan), cache_of(plan, prefix=True)
+    seq, tokens = cache.new_sequence(), 256 + beyond
+    handed = export(home, computed(home, tokens), IDS)
+    assert restore(cache, seq, handed)
+    hit = cache.new_sequence()
+    assert cache.reuse(hit, IDS[:300]) == (256 if beyond == 0 else 0)
+    if beyond == 0:
+        for name, spec in plan.specs.items():
+            if spec.lifetime == "window":
+                assert torch.equal(_read(cache, spec, hit, stored_entries(spec, 256)), handed.records[name])
+    assert cache.allocate(seq, tokens, 600)
+    cache.commit(seq, IDS, 600)
+    later = cache.new_sequence()
+    assert cache.reuse(later, IDS[:600]) == 512, "what is computed after them serves as ever"
 
 
 def test_complete_blocks_join_the_prefix_index_and_are_held_once() -> None:

@@ -74,3 +74,16 @@ def test_too_small_a_budget_names_the_numbers_and_the_least_that_works():
     assert divide_budget(plan, least, 1, 64, 4096).num_blocks == 1
     with pytest.raises(ConfigError):
         divide_budget(plan, least - 1, 1, 64, 4096)
+
+
+def test_windows_of_others_never_take_the_room_of_a_sequence_that_must_fit():
+    """The largest length that fits is the same for any `max_num_seqs`, and the windows take what is left."""
+    plan = plan_caches(small_config([0, 4, 128]), "fp32", "fp32", "index_fp32")
+    budget = 5 << 20
+    alone = divide_budget(plan, budget, 1, 64, 1 << 20, must_fit=1 << 20).capacity_tokens
+    assert alone > divide_budget(plan, budget, 64, 64, 1 << 20).capacity_tokens
+    for tokens in (1, 256, alone // 2, alone, alone + 1, 1 << 20):
+        sizes = divide_budget(plan, budget, 64, 64, 1 << 20, must_fit=tokens)
+        assert sizes.total_bytes <= budget
+        assert sizes.capacity_tokens >= tokens or (tokens > alone and sizes.capacity_tokens == alone)
+        assert (sizes.num_sequences > 1) == (tokens <= alone // 2)

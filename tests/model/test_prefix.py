@@ -58,6 +58,12 @@ def test_generation_after_a_hit_gives_the_same_tokens_and_counts_them(llm):
     assert (alone.num_cached_tokens, first.num_cached_tokens, second.num_cached_tokens) == (0, 0, 512)
 
 
+def test_what_the_first_of_several_outputs_computed_is_no_saving_of_the_others(llm):
+    prompt, params = tokens(600, seed=14), SamplingParams(n=3, max_tokens=2, ignore_eos=True, seed=1)
+    cold, warm = llm.generate(prompt, params)[0], llm.generate(prompt, params)[0]
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 512)
+
+
 def test_prompt_logprobs_are_complete_after_a_hit(llm):
     prompt = tokens(600, seed=5)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

@@ -57,9 +57,13 @@ class Runner:
         self.quantised = any(isinstance(w, LinearWeight) and w.format != "plain" for w in weights.values())
         self.model = Model(weights, local, dtype, self.ops, comm)
         self.step_bytes: int | None = None  # of GPU memory, set aside for the largest step; None: kv_cache_bytes was given
-        longest = config.max_model_len or model_config.max_position
         self.sizes = divide_budget(
-            self.plan, comm.smallest(self._budget()), config.max_num_seqs, config.max_num_batched_tokens, longest
+            self.plan,
+            comm.smallest(self._budget()),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            max_model_len=config.max_model_len or model_config.max_position,
+            must_fit=config.max_model_len or 0,
         )
         self.max_model_len = self._max_model_len(self.sizes)
         identity = comm.share(self._identity().encode()).decode()

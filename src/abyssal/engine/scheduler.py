@@ -80,13 +80,14 @@ class Scheduler:
             else:
                 if seq.may_reuse:
                     seq.num_computed = self.cache.reuse(seq.cache, seq.token_ids)
-                    if seq.num_output == 0:
-                        seq.num_cached = seq.num_computed
                 fits = self.has_room(seq)
             count = self._fit(seq, plan)
             if not fits or not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
                 self._release(seq)
                 return
+            if seq.num_output == 0:  # of one that comes back, what it had computed itself does not count
+                seq.num_cached = min(seq.num_cached, seq.num_computed) if seq.has_run else seq.num_computed
+            seq.has_run = True
             self.swap.drop(seq)
             self.running.append(self.waiting.popleft())
             plan[seq] = count

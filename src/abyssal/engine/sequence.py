@@ -21,6 +21,7 @@ class Sequence:
     token_ids: list[int]  # prompt, then output
     num_computed: int = 0
     num_cached: int = 0  # of the prompt, taken from the prefix index instead of being computed
+    has_run: bool = False  # it has been admitted before
     saved: HandOver | None = None  # copy of its caches while it waits after a preemption
     num_shortages: int = 0  # how often it ran out of memory alone, with a single token
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

@@ -69,10 +69,18 @@ class HandOver:
             header = json.loads(parts.pop("header").numpy().tobytes())
             if (version := header["version"]) != VERSION:
                 raise HandOverError(f"the hand-over has format {version}, this engine reads {VERSION}; use equal versions")
-            facts = header["identity"], parts.pop("token_ids").tolist(), int(header["num_tokens"]), int(header["folded"])
-            return cls(*facts, dict(header["kinds"]), {n.removeprefix("records."): entries for n, entries in parts.items()})
-        except (KeyError, ValueError, TypeError) as error:
+            token_ids = parts.pop("token_ids")
+            facts = header["identity"], token_ids.tolist(), int(header["num_tokens"]), int(header["folded"])
+            kinds = dict(header["kinds"])
+        except (KeyError, ValueError, TypeError, OverflowError) as error:
             raise HandOverError(f"the hand-over lacks what this engine looks for: {error!r}; use equal versions") from error
+        if token_ids.dtype != torch.int32 or token_ids.dim() != 1:
+            raise HandOverError(
+                f"token ids of the hand-over are {token_ids.dtype} {list(token_ids.shape)} instead of int32 [tokens]"
+            )
+        if unknown := sorted(parts.keys() - {f"records.{name}" for name in kinds}):
+            raise HandOverError(f"the hand-over has tensors {unknown} of no cache kind of its own; use equal versions")
+        return cls(*facts, kinds, {n.removeprefix("records."): entries for n, entries in parts.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +132,7 @@ def restore(cache: KVCache, seq: SequenceCache, handed: HandOver) -> bool:
 
 def complete(cache: KVCache, seq: SequenceCache, token_ids: list[int], tokens: int, folded: int) -> None:
     """All entries of the first `tokens` of `token_ids` have arrived in `seq`, which `KVCache.allocate_restored` gave its pages."""
-    seq.folded, seq.final = folded, tokens
+    seq.folded, seq.final, seq.restored = folded, tokens, tokens
     cache.commit(seq, token_ids, tokens)
 
 
@@ -253,5 +261,5 @@ def _digest(parts: dict[str, Tensor]) -> Tensor:
     digest = hashlib.sha256()
     for name in sorted(parts):
         digest.update(f"{name} {parts[name].dtype} {tuple(parts[name].shape)}\n".encode())
-        digest.update(parts[name].contiguous().view(torch.uint8).numpy().data)
+        digest.update(parts[name].flatten().view(torch.uint8).numpy().data)
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)

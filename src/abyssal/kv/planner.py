@@ -137,19 +137,23 @@ def step_pages(plan: CachePlan, step_tokens: int) -> dict[Bucket, int]:
     return pages
 
 
-def divide_budget(plan: CachePlan, budget: int, max_num_seqs: int, step_tokens: int, max_model_len: int) -> PoolSizes:
+def divide_budget(
+    plan: CachePlan, budget: int, max_num_seqs: int, step_tokens: int, max_model_len: int, must_fit: int = 0
+) -> PoolSizes:
     """Windows and states for up to `max_num_seqs` sequences (at most half the budget), blocks for the rest.
 
     Args:
         budget: bytes for all pools.
         max_model_len: tokens; no more blocks are made than `max_num_seqs` sequences of this length could use.
+        must_fit: tokens of one sequence whose blocks come before the windows of others.
 
     Raises:
         ConfigError: not even one sequence and one block fit.
     """
     step, per_sequence, per_block = step_pages(plan, step_tokens), sequence_pages(plan), block_pages(plan)
     step_bytes, sequence_bytes, block_size = (_size(plan, pages) for pages in (step, per_sequence, per_block))
-    sequences = max(1, min(max_num_seqs, (budget // 2 - step_bytes) // sequence_bytes))
+    beside = (budget - step_bytes - -(-must_fit // BLOCK_TOKENS) * block_size) // sequence_bytes
+    sequences = max(1, min(max_num_seqs, (budget // 2 - step_bytes) // sequence_bytes, beside))
     left = budget - step_bytes - sequences * sequence_bytes
     if left < block_size:
         needed = step_bytes + sequence_bytes + block_size

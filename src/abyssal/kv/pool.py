@@ -114,6 +114,7 @@ class SequenceCache:
     num_tokens: int = 0  # computed and not taken back
     folded: int = 0  # token up to which rows of its group are in the sums of record kinds; the rows from there on are kept
     final: int = 0  # tokens that cannot be taken back any more
+    restored: int = 0  # tokens that came from elsewhere, windows before their end only in part
     # Kind -> first block of its table that a copy of it does not know yet; ALL: it may have changed anywhere.
     changed: dict[str, int] = field(default_factory=dict)
 
@@ -311,7 +312,8 @@ class KVCache:
         """Put block `index` of `seq` into the prefix index, or let `seq` hold the pages of the equal one that is there."""
         assert self.prefix is not None
         key, own = seq.keys[index], self._block_pages(seq, index)
-        windows = self._window_pages(seq, (index + 1) * BLOCK_TOKENS)
+        end = (index + 1) * BLOCK_TOKENS
+        windows = self._window_pages(seq, end) if end >= seq.restored else None
         block = self.prefix.get(key)
         if block is None:
             block = Block(key, seq.blocks[-1] if index else None, own)
@@ -424,7 +426,7 @@ class KVCache:
             self._drop_before(name, table, table.end_block)
             seq.changed[name] = ALL
             table.first_block = 0
-        seq.num_tokens = seq.folded = seq.final = 0
+        seq.num_tokens = seq.folded = seq.final = seq.restored = 0
 
     def _block_ends(self, start: int, end: int) -> list[int]:
         """Ends of blocks in (start, end), where later sequences may begin."""

@@ -100,8 +100,9 @@ class Job(ABC, Generic[D]):
 
     def _count(self, index: int, update: RequestUpdate, delta: D) -> None:
         self.completion_tokens += len(delta.token_ids)
-        prompt = index // self.n
-        self.cached_tokens[prompt] = max(self.cached_tokens[prompt], update.num_cached_tokens)
+        if index % self.n == 0:  # a prompt's other outputs find what this one computed
+            prompt = index // self.n
+            self.cached_tokens[prompt] = max(self.cached_tokens[prompt], update.num_cached_tokens)
 
 
 class Form(ABC, Generic[D]):
