@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from abyssal.engine import engine as engine_module
 from abyssal.engine import runner
@@ -32,6 +35,7 @@ from tests.support.families import FAMILIES, write_small
 from tests.support.stepping import Side
 
 LENGTHS = (1, 2, 3, 4, 5, 60, 127, 128, 129, 255, 256, 257, 300, 511)
+POISON = 0xFF  # NaN in every float format of the engine
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -103,6 +107,101 @@ def test_rows_without_a_sequence_have_no_token(folder: Path, monkeypatch: pytest
     drain(eng)
     decoded = [ids for ids in seen if len(ids) == 4]
     assert decoded and all(ids[3] == -1 and min(ids[:3]) >= 0 for ids in decoded)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_f05_rows_without_a_sequence_write_nothing(size: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences in a shape of 4 or 8, then a step of none, with NaN in every page that nobody holds (case F05)."""
+    requests = {f"r{i}": (prompt(125 + i, i), greedy(8)) for i in range(3)}
+    expected = alone(folder, requests)
+    eng = decoding(engine(folder, max_num_seqs=size, max_model_len=640, kv_cache_bytes=2 * MIB, enable_prefix_caching=False))
+    assert eng.runner.decoder is not None
+    eng.runner.decoder.batches = [size]
+    counts: list[int] = []
+    compute = Decoder._compute
+
+    def surrounded(self: Decoder, count: int, capacity: int) -> None:
+        for pool in self.cache.pools.values():
+            pool.data[pool._free] = POISON
+        compute(self, count, capacity)
+        assert all((pool.data[pool._free] == POISON).all() and not pool.data[NO_PAGE].any() for pool in self.cache.pools.values())
+        counts.append(count)
+
+    monkeypatch.setattr(Decoder, "_compute", surrounded)
+    for _ in range(2):
+        for name, (ids, params) in requests.items():
+            eng.add(EngineRequest(name, ids, params))
+        assert drain(eng) == expected
+        assert_drained(eng)
+        assert eng.runner.decoder([]).shape == (0, eng.info.model_vocab_size)
+    assert set(counts) == {size} and len(counts) > 2 * 7
+
+
+class Reads(TorchDispatchMode):
+    """Notes the memory that operations read and none of them made, constants of the code aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: dict[int, Tensor] = {}
+        self._made: dict[int, Tensor] = {}  # held, so that no later one gets its address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.lift_fresh.default:
+            self.outside |= {address: tensor for address, tensor in _memory((args, kwargs)) if address not in self._made}
+        result = func(*args, **(kwargs or {}))
+        self._made |= {address: tensor for address, tensor in _memory(result) if address not in self.outside}
+        return result
+
+
+def _memory(tree: Any) -> list[tuple[int, Tensor]]:
+    return [(leaf.untyped_storage().data_ptr(), leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
+
+
+def test_f03_every_step_of_a_shape_reads_the_same_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a capture reads is read by every replay: nothing that later steps are given lies elsewhere.
+
+    One prompt 50 times among others, with the same answer each time (case F03).
+    """
+    same = (prompt(60, 0), greedy(8))
+    requests = {f"{i}": same if i % 2 else (prompt(1 + 5 * i % 140, i), greedy(4 + i % 7)) for i in range(100)}
+    requests["last"] = (prompt(7, 100), greedy(16))  # alone at the end, in another shape
+    (expected,) = alone(folder, {"same": same}).values()
+    compute = Decoder._compute
+    steps: Counter[tuple[int, ...]] = Counter()
+    known: dict[tuple[int, ...], dict[int, Tensor]] = {}  # held, so that nothing else gets their addresses
+
+    def record(self: Decoder, *shape: int) -> None:
+        steps[shape] += 1
+        if steps[shape] == 1 or steps[shape] > 4:  # the first makes constants; to watch a step takes long
+            compute(self, *shape)
+            return
+        with Reads() as reads:
+            compute(self, *shape)
+        given = [self._inputs, self.tables.all_pages, *(pool.data for pool in self.cache.pools.values())]
+        assert {tensor.data_ptr() for tensor in given} <= reads.outside.keys() == known.setdefault(shape, reads.outside).keys()
+
+    monkeypatch.setattr(Decoder, "_compute", record)
+    eng = decoding(engine(folder, max_num_seqs=4, max_num_batched_tokens=512, max_model_len=640))
+    for name, (ids, params) in requests.items():
+        eng.add(EngineRequest(name, ids, params))
+    got = drain(eng)
+    assert [got[f"{i}"] for i in range(1, 100, 2)] == [expected] * 50
+    assert len(known) > 1 and max(steps.values()) > 50
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_f07_32_copies_of_a_prompt_together(cached: bool, ahead: Path) -> None:
+    """With and without a prefix index (case F07)."""
+    ids, params = prompt(300, 1), greedy(64)
+    (expected,) = alone(ahead, {"a": (ids, params)}).values()
+    options = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "kv_cache_bytes": 64 * MIB, "max_model_len": 640}
+    eng = decoding(engine(ahead, enable_prefix_caching=cached, **options))
+    for i in range(32):
+        eng.add(EngineRequest(f"r{i}", ids, params))
+    assert drain(eng) == {f"r{i}": expected for i in range(32)}
+    stats = eng.stats()
+    assert stats.num_preemptions == 0 and (stats.cached_tokens > 0) == cached
+    assert_drained(eng)
 
 
 @pytest.mark.long  # minutes of interpreted kernels

@@ -160,6 +160,34 @@ def answers(eng: Engine, requests: dict[str, tuple[list[int], SamplingParams]], 
     return got
 
 
+def test_f03_a_prompt_50_times_among_others(backend: str, recall: Documents) -> None:
+    """Each time the answer without graphs: greedy, in batch-invariant mode (case F03)."""
+    every = prompts(recall)
+    same = (every[20], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    requests = {}
+    for i in range(50):
+        requests[f"same {i}"] = same
+        requests[f"other {i}"] = (every[i % 32], SamplingParams(temperature=0, max_tokens=4 + i % 13, ignore_eos=True))
+    options = OPTIONS | {"backend": backend, "batch_invariant": True, "enable_prefix_caching": False}
+    with LLM("tiny", enable_cuda_graphs=False, **options) as llm:
+        (expected,) = answers(llm.engine, {"alone": same}, {}).values()
+    with LLM("tiny", max_num_seqs=6, **options) as llm:
+        got = answers(llm.engine, requests, {})
+    assert [got[f"same {i}"] for i in range(50)] == [expected] * 50
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_f07_32_copies_of_a_prompt_together(cached: bool, backend: str, recall: Documents) -> None:
+    """With and without a prefix index, in batch-invariant mode (case F07)."""
+    request = (recall(2048)[0]["input_ids"].tolist()[:1000], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    options = OPTIONS | {"backend": backend, "batch_invariant": True, "enable_prefix_caching": cached}
+    with LLM("tiny", enable_cuda_graphs=False, **options) as llm:
+        (expected,) = answers(llm.engine, {"alone": request}, {}).values()
+    with LLM("tiny", max_num_seqs=32, **options) as llm:
+        assert answers(llm.engine, {f"r{i}": request for i in range(32)}, {}) == {f"r{i}": expected for i in range(32)}
+        assert (llm.engine.stats().cached_tokens > 0) == cached
+
+
 def test_steps_launched_ahead_with_aborts(backend: str, recall: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and sampled requests, all of one length of answer: the same tokens as where each step is waited for."""
     every = prompts(recall)

@@ -13,7 +13,9 @@ from tests.support.small_model import config_dict
 
 pytest.importorskip("transformers", minversion="5.24", reason="transformers knows DeepSeek V4 from 5.24 on")
 from abyssal import LLM
+from tests.engine.test_decoder import decoding
 from tests.support import oracle
+from tests.support.stepping import Side
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,6 +104,25 @@ def test_rope_spellings_give_the_same_model(tmp_path: Path, spelling: str) -> No
             "compress": {**yarn, "rope_theta": 160000, "partial_rotary_factor": 1.0, "attention_factor": 1.0},
         }
     case.check(case.load(tmp_path, "released"))
+
+
+@pytest.mark.parametrize("width", [16, 24, 512])
+def test_g03_selection_is_as_wide_as_the_config_says(width: int, tmp_path: Path) -> None:
+    """From in front of 4 x width tokens, where selection begins, to behind; decoded in ordinary and in fixed shapes (case G03)."""
+    config = config_dict([0, 4, 4], index_topk=width)
+    model = oracle.random_model(config, seed=width)
+    ids, expected = oracle.draw_prompt(model, 4 * width + 10, seed=width)
+    oracle.save_model(model, config, tmp_path, "released")
+    start, options = 4 * width - 5, {"device": "cpu", "dtype": "float32", "kv_layout": "fp32", "kv_cache_bytes": 64 << 20}
+    with LLM(tmp_path, **options) as llm:
+        for sizes in (None, [start, *[1] * 15]):
+            torch.testing.assert_close(llm.logits(ids, sizes), expected, rtol=0, atol=TOLERANCE)
+    side = Side(tmp_path, [ids], **options)
+    decoding(side.llm.engine)
+    side.step([start])
+    for position in range(start, len(ids)):
+        torch.testing.assert_close(side.step([1])[0, position], expected[position], rtol=0, atol=TOLERANCE)
+    side.llm.close()
 
 
 @pytest.mark.parametrize("part", ["sinks", "e_score_correction_bias", "position_bias", "base"])

@@ -157,7 +157,7 @@ def test_g01_kernel_all_equal_scores(levels, chunk, fill):
 
 @pytest.mark.parametrize("k", [1, 16, 24, 512, 1024, 2048])
 def test_kernel_any_width(k):
-    """k follows the argument."""
+    """k follows the argument (case G03)."""
     torch.manual_seed(k)
     check_kernel(torch.randn(1, 2, 3000), torch.tensor([[3000, 2047]]), k)
 
