@@ -27,7 +27,8 @@ KEPT_IN_FP32 = (
     (codec, "quantize"),
     (codec, "dequantize"),
     (batch, "rope_table"),  # the models' own angles are fp32 products
-    (hyper_connection, "_sum_matrices"),  # kept for later runs, as is the next
+    (hyper_connection, "_sinkhorn_matrices"),  # kept for later runs, as are those below
+    (hyper_connection, "_gate_ranges"),
     (hadamard, "hadamard_matrix"),
 )
 

@@ -88,7 +88,7 @@ class TaggingModel:
         seen = (~group.window_hidden).any(1).numpy()  # [n, W + b - 1]
         keys = group.positions[:, :1].numpy() + np.arange(seen.shape[1]) - (self.config.sliding_window - 1)
         for layer, slots in enumerate(group.window_slots):
-            for i, sequence in enumerate(group.sequences.tolist()):
+            for i, sequence in enumerate(range(group.sequences.start, group.sequences.stop)):
                 read = _read(cache, "window", layer, slots[i][seen[i]])
                 assert np.array_equal(read, tags[sequence][keys[i][seen[i]] + 1]), ("window", layer)
         for name, spec in cache.specs.items():
@@ -96,7 +96,7 @@ class TaggingModel:
                 continue
             for row, layer in enumerate(spec.layers):
                 slots = batch.entry_slots(spec, layer, group)
-                for i, sequence in enumerate(group.sequences.tolist()):
+                for i, sequence in enumerate(range(group.sequences.start, group.sequences.stop)):
                     count = int(group.visible[spec.ratio][i].max())
                     expected = tags[sequence][spec.ratio :: spec.ratio][:count]
                     assert np.array_equal(_read(cache, name, row, slots[i, :count]), expected), (name, layer)
