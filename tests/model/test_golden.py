@@ -16,8 +16,8 @@ from abyssal import LLM
 from abyssal.engine import runner
 from abyssal.kv.batch import Batch
 from abyssal.model.indexer import Indexer, Selection
-from abyssal.model.model import Block, Residual
 from tests.support.cuts import random_cuts
+from tests.support.streams import record_streams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -218,15 +218,7 @@ def test_streams_and_mixes(name: str, goldens: Callable[[str], Path], fp32: Load
     """Every layer's four streams, and the mix that it hands on."""
     golden, llm = fp32(name)
     length = STREAMS[name]
-    outputs: list[tuple[Tensor, Tensor]] = []
-    run = Block.__call__
-
-    def record(self: Block, *args: object) -> Residual:
-        residual = run(self, *args)
-        outputs.append((residual.expanded(self.ops, 4), residual.pre))
-        return residual
-
-    monkeypatch.setattr(Block, "__call__", record)
+    outputs = record_streams(monkeypatch)
     llm.logits(golden.prompts[length][0])
     with safe_open(goldens(name) / "golden.safetensors", "pt") as file:
         streams, mixes = (file.get_tensor(f"p{length}.{key}") for key in ("hidden", "pre_mix"))

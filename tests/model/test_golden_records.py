@@ -27,9 +27,9 @@ from abyssal.kv import codec, layouts
 from abyssal.kv.batch import Batch
 from abyssal.kv.layouts import Grid, Layout
 from abyssal.model.indexer import Indexer, Selection
-from abyssal.model.model import Block, Residual
 from tests.support.cuts import random_cuts
 from tests.support.double import double_precision
+from tests.support.streams import record_streams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,15 +159,7 @@ def test_double_precision_gives_the_stored_streams_and_mixes(
     name: str, goldens: Callable[[str], Path], packed_double: Packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored, llm = Stored(goldens(name), STREAMS[name]), packed_double(name)
-    outputs: list[tuple[Tensor, Tensor]] = []
-    run = Block.__call__
-
-    def record(self: Block, *args: object) -> Residual:
-        residual = run(self, *args)
-        outputs.append((residual.expanded(self.ops, 4), residual.pre))
-        return residual
-
-    monkeypatch.setattr(Block, "__call__", record)
+    outputs = record_streams(monkeypatch)
     with double_precision():
         llm.logits(stored.ids)
     # tolerances.json records 9e-5 and 4e-7 between two implementations

@@ -148,11 +148,11 @@ class PrefillEngine(LinkedEngine[_Outgoing]):
 
     def step(self) -> list[RequestUpdate]:
         updates = super().step()
-        complete = [outgoing for outgoing in self._moving.values() if outgoing.is_computed and outgoing.sent is not None]
-        with self._sending([(outgoing.seq, outgoing.seq.num_computed) for outgoing in complete]) as send:
+        computed = [outgoing for outgoing in self._moving.values() if outgoing.is_computed and outgoing.sent is not None]
+        with self._sending([(outgoing.seq, outgoing.seq.num_computed) for outgoing in computed]) as send:
             for layer in range(self.runner.model_config.num_layers):
                 send(layer)
-        for outgoing in complete:
+        for outgoing in computed:
             seq = outgoing.seq
             output = seq.token_ids[len(seq.request.prompt_ids) :]
             self.post(Prefilled(seq.request.request_id, outgoing.receiver, seq.cache.folded, output))

@@ -150,12 +150,10 @@ class PartReader:
         for name, spec in cache.specs.items():
             if not len(entries := part.entries(spec)):
                 continue
-            slots = entry_slots(spec, seq.tables[name], entries)  # [layers, n]
-            assert (slots >= 0).all(), f"{name} has no page where the next token reads"
             kept = None
             if spec.lifetime == "record":
                 kept = _meaningful(spec, seq.folded_after(part.end), part.end).to(device)[:, None]
-            for layer, where in zip(spec.layers, torch.from_numpy(slots).long().to(device), strict=True):
+            for layer, where in zip(spec.layers, _slots(cache, spec, seq, entries), strict=True):
                 self._sources[layer].append((cache.views[name], where, kept))
         self.messages = torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
 
@@ -217,10 +215,8 @@ def stored_entries(spec: CacheSpec, tokens: int) -> np.ndarray:
 
 def _read(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndarray) -> Tensor:
     """uint8 [layers, entries, bytes_per_entry]; rows of a record that nobody reads are zero, whatever lies there."""
-    view = cache.views[spec.name]
-    slots = entry_slots(spec, seq.tables[spec.name], entries)
-    assert (slots >= 0).all(), f"{spec.name} has no page where the next token reads"
-    records = view.read_bytes(torch.from_numpy(slots).flatten().long().to(view.device)).unflatten(0, slots.shape)
+    slots = _slots(cache, spec, seq, entries)
+    records = cache.views[spec.name].read_bytes(slots.flatten()).unflatten(0, slots.shape)
     if spec.lifetime == "record" and len(entries):
         records[:, ~_meaningful(spec, seq.folded, seq.num_tokens)] = 0
     return records
@@ -228,10 +224,15 @@ def _read(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndarr
 
 def _write(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndarray, records: Tensor) -> None:
     """The inverse of `_read`: records uint8 [layers * entries, bytes_per_entry], into pages that `seq` holds."""
-    view = cache.views[spec.name]
+    slots = _slots(cache, spec, seq, entries).flatten()
+    cache.views[spec.name].write_bytes(slots, records.to(slots.device))
+
+
+def _slots(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndarray) -> Tensor:
+    """int64 [layers, entries] on the device of `cache`; `seq` has pages for all of them."""
     slots = entry_slots(spec, seq.tables[spec.name], entries)
-    assert (slots >= 0).all(), f"{spec.name} has no page where records arrive"
-    view.write_bytes(torch.from_numpy(slots).flatten().long().to(view.device), records.to(view.device))
+    assert (slots >= 0).all(), f"{spec.name} has no page where records are read or arrive"
+    return torch.from_numpy(slots).long().to(cache.views[spec.name].device)
 
 
 def _meaningful(spec: CacheSpec, folded: int, tokens: int) -> Tensor:

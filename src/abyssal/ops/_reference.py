@@ -36,6 +36,12 @@ class _Projections:
     weights: tuple[LinearWeight | Tensor, ...]
     sizes: list[int]  # N_i, of each weight as it was given
 
+    @property
+    def only(self) -> LinearWeight:
+        (weight,) = self.weights
+        assert isinstance(weight, LinearWeight), "the grouped output's weight is that of a linear layer"
+        return weight
+
 
 class ReferenceOps:
     as_lists = False
@@ -129,14 +135,10 @@ class ReferenceOps:
         return out if len(out) == len(prepared.sizes) else out[0].split_with_sizes(prepared.sizes, dim=1)
 
     def output_quant(self, out: Tensor, rope: Tensor, prepared: _Projections, groups: int, dtype: torch.dtype) -> Tensor:
-        (weight,) = prepared.weights
-        assert isinstance(weight, LinearWeight), "the grouped output's weight is that of a linear layer"
-        return output_quant(out, rope, weight.quantize_input, dtype).view(len(out), groups, -1)
+        return output_quant(out, rope, prepared.only.quantize_input, dtype).view(len(out), groups, -1)
 
     def linear_grouped(self, x: Any, prepared: _Projections, groups: int) -> Tensor:
-        (weight,) = prepared.weights
-        assert isinstance(weight, LinearWeight), "the grouped output's weight is that of a linear layer"
-        return linear_grouped(x, weight)
+        return linear_grouped(x, prepared.only)
 
     def rms_norm(self, *pairs: tuple[Tensor, Tensor], eps: float, reader: Any = None) -> tuple[Any, ...]:
         return tuple(rms_norm(x, weight, eps) for x, weight in pairs)
