@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
@@ -275,6 +276,8 @@ def _index_score_kernel_sm90(
     AHEAD: gl.constexpr,  # tiles on their way to the L2
 ):
     """A row of work is QUERIES queries of a sequence against its pages; programs take equal shares of all rows' tiles."""
+    gdc_wait()  # launched while the kernel before may still run
+    gdc_launch_dependents()  # what follows waits for this kernel's end by itself
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     COUNTS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     TYPE: gl.constexpr = gl.float16 if LAYOUT == "index_fp8" else gl.bfloat16
@@ -486,6 +489,7 @@ def index_score(
         AHEAD=config.ahead,
         num_warps=4,
         maxnreg=config.registers,
+        launch_pdl=True,
     )
     return out
 
