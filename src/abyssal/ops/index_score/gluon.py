@@ -54,6 +54,13 @@ def _prefetch_bytes(start, count: gl.constexpr, page):
 
 
 @gluon.jit
+def _row_at(ends, tile, total):
+    """The row of a tile of all rows, and where it begins and ends among them."""
+    before = ends <= tile
+    return gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, ends, 0), 0), gl.min(gl.where(before, total, ends), 0)
+
+
+@gluon.jit
 def _coming(pages, tile, mine, end, TILES: gl.constexpr):
     return gl.load(pages + tile // TILES, mask=mine & (tile < end), other=-1)
 
@@ -247,7 +254,7 @@ def _store(scores, out, best_out, entry, group, reach, group_reach, MAXIMA: gl.c
     gl.store(out, scores, mask=entry < reach)
     if MAXIMA:
         seen = gl.reshape(gl.where(entry < reach, scores, -float("inf")), (4, 8, 2, 2))
-        best = gl.max(gl.reshape(gl.permute(seen, (0, 2, 1, 3)), (4, 2, 16)), 2)
+        best = gl.max(gl.max(seen, 3), 1)  # one after the other: lanes of one reduction must lie side by side
         gl.store(best_out, gl.convert_layout(best, BEST, assert_trivial=True), mask=group * WARP_KEYS < group_reach)
 
 
@@ -330,11 +337,9 @@ def _index_score_kernel_sm90(
     begin = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
     end = begin + share + (gl.program_id(0) < rest).to(gl.int32)
     while begin < end:
-        row = gl.sum((ends <= begin).to(gl.int32), 0)
-        first = begin - gl.max(gl.where(ends <= begin, ends, 0), 0)
-        row_end = gl.min(gl.where(ends <= begin, total, ends), 0)
+        row, row_begin, row_end = _row_at(ends, begin, total)
         stop = gl.minimum(end, row_end)
-        last = first + stop - begin
+        first, last = begin - row_begin, stop - row_begin
         begin = stop
         sequence = row // blocks
         # The query is on its way before the pages are known: one latency less.
@@ -343,9 +348,15 @@ def _index_score_kernel_sm90(
         values = _load_query(q + query * (HEADS * DIM), True, HEADS)
         pages = page_table + sequence.to(gl.int64) * table_stride
         # Pages of the tiles that a thread brings into the L2: all of the first ones at once, then as many as a pass takes.
-        coming = _coming(pages, first + thread, thread < AHEAD, last, TILES)
-        _prefetch(pool, coming, first + thread, PAGE_WORDS, KEY_WORDS, TILES)
-        coming = _coming(pages, first + AHEAD + thread, thread < ITEMS, last, TILES)
+        if AHEAD > 0:
+            coming = _coming(pages, first + thread, thread < AHEAD, last, TILES)
+            _prefetch(pool, coming, first + thread, PAGE_WORDS, KEY_WORDS, TILES)
+            coming = _coming(pages, first + AHEAD + thread, thread < ITEMS, last, TILES)
+        if AHEAD > 0 and stop < end:  # the first tiles of the row after, too
+            next_row, next_begin, next_end = _row_at(ends, stop, total)
+            next_pages = page_table + (next_row // blocks).to(gl.int64) * table_stride
+            next_page = _coming(next_pages, thread, thread < AHEAD, gl.minimum(end, next_end) - next_begin, TILES)
+            _prefetch(pool, next_page, thread, PAGE_WORDS, KEY_WORDS, TILES)
         words, scales = _load_tile(pieces, lanes, _page(pages, first, last, TILES), first, PAGE_WORDS, KEY_WORDS, TILES)
         page_b, page_a = _page(pages, first + 1, last, TILES), _page(pages, first + 2, last, TILES)
 
@@ -377,8 +388,9 @@ def _index_score_kernel_sm90(
                 scale_b = scales
                 words, scales = _load_tile(pieces, lanes, page_a, tile + 2, PAGE_WORDS, KEY_WORDS, TILES)
                 page_a = _page(pages, tile + 4, last, TILES)
-                _prefetch(pool, coming, tile + AHEAD + thread, PAGE_WORDS, KEY_WORDS, TILES)
-                coming = _coming(pages, tile + AHEAD + 2 + thread, thread < 2, last, TILES)
+                if AHEAD > 0:
+                    _prefetch(pool, coming, tile + AHEAD + thread, PAGE_WORDS, KEY_WORDS, TILES)
+                    coming = _coming(pages, tile + AHEAD + 2 + thread, thread < 2, last, TILES)
                 dots = warpgroup_mma_wait(0, deps=(dots,))
                 low_b, high_b = _lane_sums(dots, w_shared.index(0), HEADS, LANES)
                 scores = _add_lanes(low_a, high_a, low_b, high_b, lane)
@@ -395,8 +407,9 @@ def _index_score_kernel_sm90(
                 dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
                 words, scales = _load_tile(pieces, lanes, page_b, tile + 1, PAGE_WORDS, KEY_WORDS, TILES)
                 page_b, page_a = page_a, _page(pages, tile + 3, last, TILES)
-                _prefetch(pool, coming, tile + AHEAD + thread, PAGE_WORDS, KEY_WORDS, TILES)
-                coming = _coming(pages, tile + AHEAD + 1 + thread, thread < 1, last, TILES)
+                if AHEAD > 0:
+                    _prefetch(pool, coming, tile + AHEAD + thread, PAGE_WORDS, KEY_WORDS, TILES)
+                    coming = _coming(pages, tile + AHEAD + 1 + thread, thread < 1, last, TILES)
                 entry = tile * KEYS + own
                 group = tile * (KEYS // WARP_KEYS) + best_warp
                 for j in gl.static_range(0, QUERIES, 2):
