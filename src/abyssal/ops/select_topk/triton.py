@@ -235,21 +235,21 @@ def _group_maxima_kernel(
 
 
 @triton.jit
-def _floor(keys, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
-    """A key that at least k of `keys` reach, and not many more; HIDDEN if there are fewer."""
+def _floor(keys, count, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
+    """A key that at least k of `count` keys that are not HIDDEN reach, and not many more; HIDDEN if there are fewer."""
     low = HIDDEN
-    reach = tl.sum((keys != HIDDEN).to(tl.int32), 0)
-    high = tl.max(keys, 0)
-    if reach >= k:
-        low = tl.min(tl.where(keys == HIDDEN, high, keys), 0)
+    if count >= k:
+        high = tl.max(keys, 0)
         if WIDTH > K_BLOCK:  # as in `_choose`
-            best = tl.max(tl.reshape(keys, (K_BLOCK, WIDTH // K_BLOCK), can_reorder=True), 1)
-            low = tl.maximum(low, tl.min(best, 0))
-    while (low < high) & (reach > k + k // 4):
-        before = low
-        low, high, now = _narrow(keys, low, high, k)
-        if low != before:
-            reach = now
+            low = tl.min(tl.max(tl.reshape(keys, (K_BLOCK, WIDTH // K_BLOCK), can_reorder=True), 1), 0)
+        if low == HIDDEN:
+            low = tl.min(tl.where(keys == HIDDEN, high, keys), 0)
+        reach = tl.sum((keys >= low).to(tl.int32), 0)
+        while (low < high) & (reach > k + k // 4):
+            before = low
+            low, high, now = _narrow(keys, low, high, k)
+            if low != before:
+                reach = now
     return low
 
 
@@ -401,7 +401,7 @@ def _select_spread_kernel(
         slot = _slots(
             entry, entry < seen, blocks + row * blocks_stride, page_table + row // queries * table_stride, BLOCK, ENTRIES
         )
-        floor = _floor(tl.max(tops, 0), k, WIDTH, K_BLOCK)
+        floor = _floor(tl.max(tops, 0), tl.minimum(tl.cdiv(seen, SPAN), WIDTH), k, WIDTH, K_BLOCK)
         candidate = (keys >= floor) & (keys != HIDDEN)
         rank = tl.cumsum(candidate.to(tl.int32), 0) - 1
         tl.store(row_keys + chunk * CHUNK + rank, keys, mask=candidate)
