@@ -32,7 +32,7 @@ class SelectConfig:
     chunk: int  # entries per program, whose last one finishes a row; 0: one program per row
 
 
-CHUNK = 4096
+CHUNKS = (2048, 4096)  # entries of a program: the lesser where that gives a multiprocessor at most one
 SPREAD_PROGRAMS = 512  # beyond these, a program per row has company enough
 SPREAD_ROWS = 16  # the same, where one program's registers hold what it searches
 
@@ -42,8 +42,10 @@ def select_config(rows: int, num_entries: int, k: int) -> SelectConfig:
     levels, width = 1, num_entries
     while width > TOP_LEVEL:
         levels, width = levels + 1, -(-width // GROUP)
-    if levels > 1 and (rows <= SPREAD_ROWS or k > 512) and rows * -(-num_entries // CHUNK) <= SPREAD_PROGRAMS:
-        return SelectConfig(levels, warps=8 if k <= 512 else 16, chunk=CHUNK)
+    short, long = CHUNKS
+    if levels > 1 and (rows <= SPREAD_ROWS or k > 512) and rows * -(-num_entries // long) <= SPREAD_PROGRAMS:
+        chunk = short if rows * -(-num_entries // short) <= 128 else long
+        return SelectConfig(levels, warps=8 if k <= 512 else 16, chunk=chunk)
     warps = triton.next_power_of_2(width) // 1024 if levels == 1 else triton.next_power_of_2(max(width, GROUP * k)) // 512
     return SelectConfig(levels, warps=min(32, max(4, warps)), chunk=0)
 
