@@ -1,13 +1,18 @@
-"""The gate of the n-gram memory against V4.1 spec 3.8, written out per stream in double."""
+"""The gate of the n-gram memory against V4.1 spec 3.8, written out per stream in double; rows of a table by the kernel."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from abyssal.ops.engram import TILE, engram, engram_in_tiles
+from abyssal.errors import ConfigError
+from abyssal.ops.engram import TILE, engram, engram_in_tiles, row_values
+from abyssal.ops.engram.triton import FEW_ROWS, share_table, table_rows
+from tests.support.records import DEVICE
 
 
 def slow(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,3 +71,22 @@ def test_no_tokens_and_dtype() -> None:
     rounded = engram(streams.bfloat16(), key.bfloat16(), value.bfloat16(), weight, 1e-20)
     exact = engram(streams.bfloat16().float(), key.bfloat16().float(), value.bfloat16().float(), weight, 1e-20)
     assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, exact.bfloat16())
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(0, 24), (1, 24), (5, 7), (FEW_ROWS // 24 + 1, 24)])
+def test_the_kernel_reads_the_rows_of_a_table_in_host_memory(tokens: int, columns: int) -> None:
+    """Any code and any scale but NaN, first and last rows among them, bit for bit."""
+    rng = np.random.default_rng(0)
+    codes, scales = (rng.integers(0, 255, (300, width), np.uint8) for width in (64, 2))
+    codes[codes & 0x7F == 0x7F] = 0x7E
+    rows = torch.from_numpy(rng.integers(0, 300, (tokens, columns)))
+    rows[:1, :2] = torch.tensor([0, 299])
+    got = table_rows(share_table(codes, scales, torch.device(DEVICE)), rows.to(DEVICE), torch.bfloat16)
+    index = rows.flatten()
+    expected = row_values(torch.from_numpy(codes)[index].view(torch.float8_e4m3fn), torch.from_numpy(scales)[index], torch.bfloat16)
+    assert got.shape == (tokens, columns * 64) and torch.equal(got.cpu(), expected.view(got.shape))
+
+
+def test_rows_that_the_kernel_does_not_take() -> None:
+    with pytest.raises(ConfigError, match=r"engram_head_dim=96: the kernels take powers of two from 32 on; use backend=reference"):
+        share_table(np.zeros((2, 96), np.uint8), np.zeros((2, 3), np.uint8), torch.device(DEVICE))

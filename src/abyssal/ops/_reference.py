@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from abyssal.checkpoint.rows import RowTable
 from abyssal.config import LayerPlan, ModelConfig
 from abyssal.kv.batch import Batch, CompressFacts, QueryGroup, StoreFacts
 from abyssal.kv.layouts import Grid
@@ -166,6 +167,12 @@ class ReferenceOps:
 
     def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return hc.expand(streams, out, post, comb)
+
+    def prepare_table(self, table: RowTable) -> None:
+        return None
+
+    def table_rows(self, rows: Tensor, prepared: None, dtype: torch.dtype) -> Tensor:
+        raise AssertionError("the host reads the rows")
 
     def prepare_experts(self, layer: ExpertLayer) -> ExpertLayer:
         return layer

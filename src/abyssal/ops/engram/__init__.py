@@ -1,4 +1,4 @@
-"""Engram: n-gram table rows, gated by how well they fit, added to every stream (V4.1 spec 3.8)."""
+"""Engram: n-gram table rows, and how they are gated by how well they fit and added to every stream (V4.1 spec 3.8)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from abyssal.ops.linear import LinearWeight, dequantize
 from abyssal.ops.norm import rms_norm
 
+SCALED = 32  # columns of a table row that share a scale
 GATE_FLOOR = 1e-6  # of |dot| under the square root
 TILE = 64  # tokens of `engram_in_tiles`
+
+
+def row_values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table as values: codes e4m3 [n, C], scales e8m0 as uint8 [n, C / 32] -> [n, C] in `dtype`; exact in bf16."""
+    return dequantize(LinearWeight(codes, scales, "fp8", (1, SCALED), None), dtype)
 
 
 def engram(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
