@@ -127,7 +127,7 @@ def _line(row: Row) -> str:
     sampled = "" if row.sampled is None else f" ({row.sampled} chunks)"
     return (
         f"prefill {row.tokens} by {row.chunk}{sampled}: {row.seconds:.2f} s (first {row.first_seconds:.1f}), {row.tokens_per_second:.0f} "
-        f"tok/s, peak {(row.peak_bytes or 0) / 2**30:.1f} GiB; {shares}"
+        f"tok/s, peak {(row.peak_bytes or 0) / 2**30:.1f} GiB, GPU busy {row.busy_ms:.1f} of {row.profiled_ms:.1f} ms of a chunk; {shares}"
     )
 
 

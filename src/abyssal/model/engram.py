@@ -8,7 +8,7 @@ from torch import Tensor
 from abyssal.config import ModelConfig
 from abyssal.model.weights import Weights
 from abyssal.ops._select import Ops
-from abyssal.ops.engram import engram, engram_in_tiles, row_values
+from abyssal.ops.engram import row_values
 
 
 class Engram:
@@ -17,7 +17,6 @@ class Engram:
     def __init__(self, weights: Weights, config: ModelConfig, index: int, dtype: torch.dtype, ops: Ops) -> None:
         self.index, self.rms_eps, self.dtype, self.ops = index, config.rms_eps, dtype, ops
         self.streams, self.hidden = config.hc_mult, config.hidden_size
-        self.add = engram_in_tiles if ops.batch_invariant else engram
         self.table = weights.rows("embed")
         self.readable = ops.prepare_table(self.table)  # None: only the host can read it
         self.wkv = ops.prepare_linear(weights.linear("wkv"))
@@ -35,4 +34,4 @@ class Engram:
         """streams [T, S, D], rows of `read` -> [T, S, D]."""
         kv, *_ = self.ops.linear(rows, self.wkv)  # [T, (S + 1) D]
         key, value = kv.split([self.streams * self.hidden, self.hidden], dim=1)
-        return self.add(streams, key.unflatten(1, (self.streams, -1)), value, self.weight, self.rms_eps)
+        return self.ops.engram(streams, key.unflatten(1, (self.streams, -1)), value, self.weight, self.rms_eps)

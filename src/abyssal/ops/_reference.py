@@ -19,6 +19,7 @@ from abyssal.ops import hyper_connection as hc
 from abyssal.ops._select import Query, Selection, decides, publishes
 from abyssal.ops.compress import compress, store_entries
 from abyssal.ops.decode_facts import Plan, decode_facts
+from abyssal.ops.engram import engram
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
 from abyssal.ops.linear import LinearWeight, linear, linear_grouped
@@ -173,6 +174,9 @@ class ReferenceOps:
 
     def table_rows(self, rows: Tensor, prepared: None, dtype: torch.dtype) -> Tensor:
         raise AssertionError("the host reads the rows")
+
+    def engram(self, streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return engram(streams, key, value, weight, eps)
 
     def prepare_experts(self, layer: ExpertLayer) -> ExpertLayer:
         return layer

@@ -106,6 +106,9 @@ class Ops(Protocol):
     def table_rows(self, rows: Tensor, prepared: Any, dtype: torch.dtype) -> Tensor:
         """Values of the table's rows int64 [T, n] -> [T, n C]."""
 
+    def engram(self, streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """streams [T, S, D], key [T, S, D], value [T, D], weight fp32 [S, D] -> [T, S, D]."""
+
     def mix_weights(self, weights: MixWeights) -> Any:
         """The weights of a mixing site as `site` takes them."""
 

@@ -1,4 +1,4 @@
-"""Rows of a table that lies in host memory, read by the GPU itself: no step waits for the host (V4.1 spec 3.8)."""
+"""Rows of a table that lies in host memory, read by the GPU itself, so that no step waits for the host; and their gate (V4.1 spec 3.8)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from abyssal.errors import ConfigError
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import e4m3_values, e8m0_values, store_like
-from abyssal.ops.engram import SCALED
+from abyssal.ops._records import e4m3_values, e8m0_values, store_like, to_fp32
+from abyssal.ops.engram import GATE_FLOOR, SCALED
 
-GROUP = tl.constexpr(SCALED)
+GROUP, FLOOR = tl.constexpr(SCALED), tl.constexpr(GATE_FLOOR)
+BLOCK = 1024  # values of a stream at a time
 FEW_ROWS = 132 * 8  # up to here a program reads one row, or some processors would have none
 ROWS_PER_PROGRAM = 8  # beyond: more loads on their way per warp
 
@@ -82,10 +83,54 @@ def table_rows(table: SharedTable, rows: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@triton.jit
+def engram_kernel(
+    streams, key, value, weight, out, key_stride, value_stride, eps, S: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One stream of one token: its three sums, then its values again."""
+    token, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    h_row, k_row, v_row = (token * S + stream) * D, token * key_stride + stream * D, token * value_stride
+    column = tl.arange(0, BLOCK)
+    hh, kk, hk = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for first in range(0, D, BLOCK):
+        h, k = to_fp32(tl.load(streams + h_row + first + column)), to_fp32(tl.load(key + k_row + first + column))
+        hh += h * h
+        kk += k * k
+        hk += h * tl.load(weight + stream * D + first + column) * k
+    scale = tl.rsqrt(tl.sum(hh) / D + eps) * tl.rsqrt(tl.sum(kk) / D + eps) * D**-0.5
+    dot = tl.sum(hk) * scale
+    root = tl.sqrt(tl.maximum(tl.abs(dot), FLOOR))
+    gate = tl.sigmoid(tl.where(dot < 0, -root, root))
+    for first in range(0, D, BLOCK):
+        h, v = to_fp32(tl.load(streams + h_row + first + column)), to_fp32(tl.load(value + v_row + first + column))
+        store_like(out + h_row + first + column, h + gate * v)
+
+
+def engram(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As the reference; a token's bits do not depend on the others."""
+    tokens, num_streams, dim = streams.shape
+    assert streams.is_contiguous() and weight.is_contiguous(), f"streams {streams.stride()}, weight {weight.stride()}"
+    assert key.stride()[1:] == (dim, 1) and value.stride(1) == 1, f"key {key.stride()}, value {value.stride()}"
+    out = torch.empty_like(streams)
+    if tokens == 0:
+        return out
+    engram_kernel[(tokens, num_streams)](
+        streams, key, value, weight, out, key.stride(0), value.stride(0), eps, S=num_streams, D=dim, BLOCK=min(BLOCK, dim & -dim)
+    )
+    return out
+
+
 def aot_cases() -> list[AotCase]:
     signature = {"codes": "*u8", "scales": "*u8", "rows": "*i64", "out": "*bf16", "count": "i32"}
-    return [
+    rows = [
         AotCase(f"engram table rows x{rows}", table_rows_kernel, signature, {"C": 256, "ROWS": rows}, num_warps=1,
                 aligned=("codes", "scales", "rows", "out"))
         for rows in (1, ROWS_PER_PROGRAM)
     ]  # fmt: skip
+    arrays = dict.fromkeys(("streams", "key", "value", "out"), "*bf16") | {"weight": "*fp32"}
+    strides = {"key_stride": "i32", "value_stride": "i32"}
+    gate = AotCase(
+        "engram gate", engram_kernel, arrays | strides | {"eps": "fp32"}, {"S": 4, "D": 5120, "BLOCK": BLOCK},
+        aligned=(*arrays, *strides),
+    )  # fmt: skip
+    return [*rows, gate]
