@@ -130,7 +130,7 @@ def steps_together(engine: Engine, comm: Comm) -> list[Any]:
     while True:
         if engine.has_unfinished():
             updates += engine.step()
-        elif comm.idle(engine.runner.model.idle):
+        elif comm.idle(engine.runner.idle):
             return updates
 
 
