@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from abyssal.engine import engine as engine_module
 from abyssal.engine import runner
 from abyssal.engine.decoder import Decoder, buckets
-from abyssal.engine.engine import Engine
 from abyssal.engine.flight import Flight
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
 from abyssal.engine.sampler import SamplerState, sample_plain
