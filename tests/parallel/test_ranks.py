@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from abyssal import LLM
 from abyssal.engine.request import EngineRequest, SamplingParams
+from abyssal.parallel.ranks import exchange
 from tests.checkpoint.build import random_v4_checkpoint
 from tests.support.cuts import random_cuts
 from tests.support.ranks import Pool, Scored, decoding_job, engine_job, facts_job, preempted_job, row_by_row_job, tensors_job
@@ -197,6 +199,38 @@ def test_preempted_sequences(mesh: dict[str, int], goldens: Callable[[str], Path
         if "tp" in mesh:
             assert counts == answers[0][1] and counts["swapped"] > 0, "the first rank wants to copy"
     one.llm.close()
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_an_exchange(tmp_path: Path) -> None:
+    """By NCCL, of one rank with itself: the second replay carries what the inputs hold then. Rows without experts come back too."""
+    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "ranks"), 1), rank=0, world_size=1)
+    x, ids = torch.zeros(4, 16, device="cuda", dtype=torch.bfloat16), torch.full((4, 2), -1, device="cuda", dtype=torch.int32)
+    weights = torch.zeros(4, 2, device="cuda")
+
+    def compute() -> Tensor:
+        return exchange(
+            x,
+            ids,
+            weights,
+            [4],
+            dist.group.WORLD,
+            lambda x, ids, w: x.float() * w.sum(1, keepdim=True) + ids.sum(1, keepdim=True),
+        )
+
+    try:
+        compute()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = compute()
+        for value in (1, 2):
+            x.fill_(value)
+            ids[:3] = 10 * value
+            weights.fill_(0.5)
+            graph.replay()
+            assert out.tolist() == [[21.0 * value] * 16] * 3 + [[value - 2.0] * 16]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_facts_of_a_replica(ranks: Pool) -> None:
