@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.errors import ConfigError
@@ -558,11 +559,12 @@ class RecordView:
 
     def read(self, slots: Tensor) -> Tensor:
         """slots int [...] -> fp32 [..., dim]."""
-        layout = self.spec.layout
-        flat = slots.clamp(min=0).reshape(-1)
-        rows = self._rows[self._split(flat)] if self._flat is None else self._flat.index_select(0, self._flat_rows(flat))
-        values = rows.float() if layout.grid is None else codec.decode(layout, rows, self._scales[self._split(flat)])
-        return values.view(*slots.shape, layout.dim)
+        layout, slots = self.spec.layout, slots.clamp(min=0)
+        rows = self._rows[self._split(slots)] if self._flat is None else F.embedding(self._flat_rows(slots), self._flat)
+        if layout.grid is None:
+            return rows.float()
+        scales = self._scales[self._split(slots)]
+        return codec.decode(layout, rows.flatten(0, -2), scales.flatten(0, -2)).view(*slots.shape, layout.dim)
 
     def write(self, slots: Tensor, values: Tensor) -> None:
         """slots int [n], -1 where the row is not stored; values [n, dim]."""
@@ -581,10 +583,10 @@ class RecordView:
 
     def _split(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         entries = self.spec.entries_per_page
-        return slots // entries, slots % entries
+        return torch.floor_divide(slots, entries), slots % entries
 
     def _flat_rows(self, slots: Tensor) -> Tensor:
         entries = self.spec.entries_per_page
         if self._page_rows == entries:
             return slots
-        return slots + slots // entries * (self._page_rows - entries)
+        return torch.add(slots, torch.floor_divide(slots, entries), alpha=self._page_rows - entries)

@@ -42,6 +42,5 @@ def rope_table(positions: Tensor, rope: RopeConfig) -> Tensor:
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """x fp32 [..., d], rotated in place on its last 2 * table.shape[-1] values; table complex64, broadcast against x's pairs."""
     width = 2 * table.shape[-1]
-    tail = x.narrow(-1, x.shape[-1] - width, width)
-    torch.view_as_complex(tail.view(*tail.shape[:-1], -1, 2)).mul_(table)
+    x.narrow(-1, -width, width).view(table.dtype).mul_(table)
     return x

@@ -84,7 +84,7 @@ def dequantize(weight: LinearWeight, dtype: torch.dtype) -> Tensor:
     With power-of-two scales the result is exact in fp32 and in bf16, as e4m3 and e2m1 have at most 4 significant bits.
     """
     if weight.format == "plain":
-        return weight.data.to(dtype=dtype)
+        return weight.data if weight.data.dtype == dtype else weight.data.to(dtype)
     assert weight.scale is not None and weight.block is not None, f"{weight.format} weight without scale or block"
     values = unpack_e2m1(weight.data) if weight.format == "fp4" else weight.data.float()
     rows, columns = values.shape[-2:]
@@ -102,7 +102,6 @@ def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
     mathematics.
     """
     matrix = dequantize(weight, x.dtype)
-    assert x.shape[-1] == matrix.shape[-1], f"input has {x.shape[-1]} columns, the weight {matrix.shape[-1]}"
     if x.dtype == torch.bfloat16 and weight.quantize_input is not None:
         x = quantize_e4m3_tiles(x, weight.quantize_input)
     out = F.linear(x, matrix)
