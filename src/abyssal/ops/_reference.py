@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from abyssal.ops.compress import compress, store_entries
 from abyssal.ops.decode_facts import Plan, decode_facts
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
-from abyssal.ops.linear import LinearWeight, linear, linear_grouped
+from abyssal.ops.linear import LinearWeight, laid_out, linear, linear_grouped
 from abyssal.ops.moe import ExpertLayer, choice_outputs, choice_sum, expert_layer, moe, route, shared_expert
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.output_quant import output_quant
@@ -127,8 +127,8 @@ class ReferenceOps:
         sizes = [weight.shape[0] for weight in weights]
         matrices = [w if isinstance(w, Tensor) else w.data for w in weights if isinstance(w, Tensor) or w.format == "plain"]
         if len(matrices) == len(weights) > 1 and all(m.dtype == torch.float32 for m in matrices):
-            return _Projections((torch.cat(matrices),), sizes)
-        return _Projections(weights, sizes)
+            return _Projections((laid_out(torch.cat(matrices)),), sizes)
+        return _Projections(tuple(laid_out(w) if isinstance(w, Tensor) else w.laid_out() for w in weights), sizes)
 
     def linear(self, x: Any, prepared: _Projections) -> Sequence[Tensor]:
         out = [F.linear(x.float(), w) if isinstance(w, Tensor) else linear(x, w) for w in prepared.weights]
@@ -168,7 +168,10 @@ class ReferenceOps:
         return hc.expand(streams, out, post, comb)
 
     def prepare_experts(self, layer: ExpertLayer) -> ExpertLayer:
-        return layer
+        return replace(
+            layer,
+            **{n: getattr(layer, n).laid_out() for n in ("w13", "w2", "shared_w1", "shared_w3", "shared_w2")},
+        )
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: ExpertLayer) -> Tensor:
         return expert_layer(x, token_ids, experts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -33,10 +33,23 @@ class LinearWeight:
         *rest, columns = self.data.shape
         return *rest, columns * 2 if self.format == "fp4" else columns
 
+    def laid_out(self) -> LinearWeight:
+        """A plain matrix by `laid_out`; others as they are."""
+        return replace(self, data=laid_out(self.data)) if self.format == "plain" else self
+
     def expert(self, index: int) -> LinearWeight:
         """Matrix `index` of stacked experts, as a view."""
         scale = None if self.scale is None else self.scale[index]
         return LinearWeight(self.data[index], scale, self.format, self.block, self.quantize_input)
+
+
+def laid_out(matrix: Tensor) -> Tensor:
+    """`matrix` [.., N, K] in the layout in which its device multiplies few rows by it fastest: on a CPU by columns, if it is high.
+
+    Such products read memory in order then, in half the time.
+    """
+    rows, columns = matrix.shape[-2:]
+    return matrix.mT.contiguous().mT if matrix.is_cpu and rows >= columns else matrix
 
 
 def ceil_log2(v: Tensor) -> Tensor:
