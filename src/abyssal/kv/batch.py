@@ -117,8 +117,12 @@ class CompressFacts:
 class StoreFacts:
     """Which of the step's tokens one per-token kind stores, and where."""
 
-    rows: Tensor  # [n] int64, of the step's tokens
+    rows: Tensor  # [n] int64, of the step's tokens, ascending
     slots: Tensor  # [layers, n] int64
+
+    def of(self, values: Tensor) -> Tensor:
+        """values [T, D] of all tokens -> [n, D], those that are stored."""
+        return values if self.rows.shape[0] == values.shape[0] else values.index_select(0, self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -547,6 +547,11 @@ class RecordView:
     def device(self) -> torch.device:
         return self._data.device
 
+    def lies_with(self, other: RecordView) -> bool:
+        """Whether the slots of both count the same rows of one pool, so that one `read` may take slots of either."""
+        mine, theirs = self.spec, other.spec
+        return self.pages is other.pages and (mine.layout, mine.entries_per_page) == (theirs.layout, theirs.entries_per_page)
+
     def read_bytes(self, slots: Tensor) -> Tensor:
         """slots int64 [n], none negative -> uint8 [n, bytes_per_entry]: the data row, then the scale row."""
         where = self._split(slots)

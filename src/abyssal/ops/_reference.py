@@ -115,13 +115,20 @@ class ReferenceOps:
         self, q: Tensor, plan: LayerPlan, batch: Batch, cache: KVCache, selection: Selection, sink: Tensor, scale: float
     ) -> Tensor:
         chosen = selection.entries if plan.selection == "topk" else [None] * len(batch.groups)
+        window, records = cache.views["window"], cache.views.get(f"c{plan.ratio}")
         out = []
         for group, indices in zip(batch.groups, chosen, strict=True):  # in the order of their tokens
-            window = cache.views["window"].read(group.window_slots[plan.layer])
-            entries, hidden = _entries(plan, group, indices, batch, cache)
+            slots, hidden = group.window_slots[plan.layer], group.window_hidden
+            entries = entries_hidden = None
+            if records is not None and group.max_visible[plan.ratio]:
+                entry_slots, entries_hidden = _entries(plan, group, indices, batch, records)
+                if entry_slots.dim() == 2 and records.lies_with(window):  # one gather, one set of keys
+                    slots, hidden = torch.cat([slots, entry_slots], dim=1), torch.cat([hidden, entries_hidden], dim=-1)
+                else:
+                    entries = records.read(entry_slots)
             rows = q[group.rows].view(*group.shape, *q.shape[1:])
-            out.append(sparse_attention(rows, window, group.window_hidden, entries, hidden, sink, scale).flatten(0, 1))
-        return torch.cat(out)
+            out.append(sparse_attention(rows, window.read(slots), hidden, entries, entries_hidden, sink, scale).flatten(0, 1))
+        return torch.cat(out) if len(out) > 1 else out[0]
 
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> _Projections:
         sizes = [weight.shape[0] for weight in weights]
@@ -194,16 +201,15 @@ class ReferenceOps:
 
 
 def _entries(
-    plan: LayerPlan, group: QueryGroup, chosen: Tensor | None, batch: Batch, cache: KVCache
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Compressed entries and from whom they are hidden: all visible ones [n, N, d], or the chosen ones [n, b, K, d]."""
-    if plan.kv_source is None or group.max_visible[plan.ratio] == 0:
-        return None, None
-    records = cache.views[f"c{plan.ratio}"]
+    plan: LayerPlan, group: QueryGroup, chosen: Tensor | None, batch: Batch, records: RecordView
+) -> tuple[Tensor, Tensor]:
+    """Slots of compressed entries and from whom they are hidden, [n, b, N or K]: all visible ones [n, N], shared by the queries of a
+    sequence as are those of an only query, or the chosen ones [n, b, K]."""
+    assert plan.kv_source is not None, f"layer {plan.layer} reads no compressed entries"
     slots = batch.entry_slots(records.spec, plan.kv_source, group)  # [n, N]
     if chosen is None:
         index = torch.arange(slots.shape[1], device=slots.device)
-        return records.read(slots), index >= group.visible[plan.ratio].unsqueeze(-1)
+        return slots, index >= group.visible[plan.ratio].unsqueeze(-1)
     hidden = chosen < 0
-    flat = slots.gather(1, chosen.clamp(min=0).flatten(1).long()).view_as(chosen)
-    return records.read(flat.masked_fill_(hidden, -1)), hidden
+    flat = slots.gather(1, chosen.clamp(min=0).flatten(1).long()).masked_fill_(hidden.flatten(1), -1)
+    return flat if chosen.shape[1] == 1 else flat.view_as(chosen), hidden

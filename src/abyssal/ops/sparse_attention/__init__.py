@@ -28,26 +28,13 @@ def sparse_attention(
     Returns:
         fp32 [n, b, H, D].
     """
-    sets = _key_sets(q.shape[1], window, window_hidden, entries, entry_hidden)
     q = q.float() * scale
+    sets = [(window, window_hidden)] if entries is None or entry_hidden is None else [(window, window_hidden), (entries, entry_hidden)]
     scores = [_products(q, rows.mT).masked_fill_(hidden.unsqueeze(2), -torch.inf) for rows, hidden in sets]  # [n, b, H, K] each
     sink_column = sink.unsqueeze(1).expand(*q.shape[:-1], 1)
     parts = torch.cat([*scores, sink_column], dim=-1).softmax(-1).split_with_sizes([*(s.shape[-1] for s in scores), 1], dim=-1)
     out, *others = (_products(part, rows) for part, (rows, _) in zip(parts, sets, strict=False))
-    return out if not others else out.add_(*others)
-
-
-def _key_sets(
-    queries: int, window: Tensor, window_hidden: Tensor, entries: Tensor | None, entry_hidden: Tensor | None
-) -> list[tuple[Tensor, Tensor]]:
-    """Keys, and from whom they are hidden: those that all queries of a sequence share, and those listed per query."""
-    if entries is None or entry_hidden is None:
-        return [(window, window_hidden)]
-    if queries == 1:
-        entries = entries.view(len(window), -1, window.shape[-1])
-    if entries.dim() == 4:
-        return [(window, window_hidden), (entries, entry_hidden)]
-    return [(torch.cat([window, entries], dim=1), torch.cat([window_hidden, entry_hidden], dim=-1))]
+    return out.add_(*others) if others else out
 
 
 def _products(x: Tensor, matrices: Tensor) -> Tensor:
