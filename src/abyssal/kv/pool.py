@@ -509,16 +509,19 @@ def _leaves_page(spec: CacheSpec, end: int) -> bool:
 
 
 def entry_slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
-    """Slots int32 [layers, n] of entry indices [n]; -1 for negative indices and where nothing is stored."""
-    if table.pages.shape[1] == 0 or len(entries) == 0:
+    """Slots int32 [layers, n] of entry indices int64 [n]; -1 for negative indices and where nothing is stored."""
+    count = table.pages.shape[1]
+    if count == 0 or len(entries) == 0:
         return np.full((len(spec.layers), len(entries)), -1, np.int32)
     if spec.lifetime == "record":
         entries = entries % spec.record_entries
     blocks, rows = np.divmod(entries, spec.entries_per_page)
     blocks -= table.first_block
     pages = table.pages.take(blocks, axis=1, mode="clip")
-    held = (blocks >= 0) & (blocks < table.pages.shape[1]) & (pages != NO_PAGE)
-    return np.where(held, pages * spec.entries_per_page + rows, -1).astype(np.int32)
+    held = (blocks.view(np.uint64) < count) & (pages != NO_PAGE)  # as unsigned, negative blocks are beyond all others
+    pages *= spec.entries_per_page
+    pages += rows.astype(np.int32)
+    return np.where(held, pages, np.int32(-1))
 
 
 class RecordView:

@@ -35,8 +35,12 @@ def rope_frequencies(rope: RopeConfig) -> Tensor:
 
 def rope_table(positions: Tensor, rope: RopeConfig) -> Tensor:
     """positions int [n] -> complex64 [n, dim / 2], cos + i sin of the fp32 products position * frequency."""
-    angles = positions.float()[:, None] * rope_frequencies(rope).to(positions.device)
-    return torch.polar(torch.ones_like(angles), angles)
+    return torch.polar(_one(positions.device), torch.outer(positions.float(), rope_frequencies(rope).to(positions.device)))
+
+
+@lru_cache(maxsize=8)
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
