@@ -176,7 +176,10 @@ class EngineConfig:
         in_bytes=True,
     )
     engram_cache_bytes: int = option(
-        256 << 20, "memory for rows of V4.1's n-gram tables, which stay on disk; all tables together", low=0, in_bytes=True
+        256 << 20,
+        "host memory for rows of V4.1's n-gram tables, all tables together: tables that fit (190GiB) are read whole, others by row",
+        low=0,
+        in_bytes=True,
     )
     max_model_len: int | None = option(None, "most tokens of a sequence; default: what model and cache allow", low=1)
     enable_prefix_caching: bool = option(True, "reuse the cache of common prompt prefixes")

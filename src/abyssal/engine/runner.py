@@ -105,7 +105,11 @@ class Runner:
 
     def chunk(self, token_ids: list[int], start: int, end: int, cache: SequenceCache) -> Chunk:
         """Tokens [start, end) of the sequence `token_ids`, with what its n-gram hashes need of the tokens before."""
-        return Chunk(token_ids[start:end], start, cache, token_ids[max(0, start - self._history) : start])
+        return Chunk(token_ids[start:end], start, cache, self.before(token_ids, start))
+
+    def before(self, token_ids: list[int], start: int) -> list[int]:
+        """What the n-gram hashes of a chunk need of the tokens in front of it."""
+        return token_ids[max(0, start - self._history) : start]
 
     @property
     def _history(self) -> int:

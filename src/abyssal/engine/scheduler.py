@@ -14,7 +14,7 @@ from abyssal.engine.swap import SwapSpace
 from abyssal.kv.pool import KVCache
 
 FIRST_PATIENCE = 64  # steps that fit before a reduced budget grows; twice as many after every failure
-REFUSAL_STEPS = 8  # steps for which a refusal stands while the same sequences run: to look up a long prefix again takes milliseconds
+REFUSAL_STEPS = 8  # for which a refusal stands while the same sequences run: to look up a long prefix again takes milliseconds
 
 
 class TokenBudget:
