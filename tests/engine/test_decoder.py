@@ -19,7 +19,6 @@ from abyssal.checkpoint.rows import RowTable
 from abyssal.engine import engine as engine_module
 from abyssal.engine import runner
 from abyssal.engine.decoder import Decoder, buckets
-from abyssal.engine.engine import Engine
 from abyssal.engine.flight import Flight
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
 from abyssal.engine.sampler import SamplerState, sample_plain
@@ -35,7 +34,7 @@ from tests.engine import test_engine
 from tests.engine.test_engine import MIB, alone, assert_drained, drain, engine, greedy, prompt
 from tests.model.test_kernels import v4, v41
 from tests.support.families import FAMILIES, write_small
-from tests.support.stepping import Side
+from tests.support.stepping import Side, decoding
 
 LENGTHS = (1, 2, 3, 4, 5, 60, 127, 128, 129, 255, 256, 257, 300, 511)
 POISON = 0xFF  # NaN in every float format of the engine
@@ -44,15 +43,6 @@ POISON = 0xFF  # NaN in every float format of the engine
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small(request.param, tmp_path_factory.mktemp("small"), seed=3)
-
-
-def decoding(eng: Engine) -> Engine:
-    """The engine as it is with CUDA graphs, but without the graphs."""
-    runner = eng.runner
-    runner.decoder = Decoder(
-        runner.model_config, runner.model, runner.cache, runner.ngrams, runner.device, eng.config.max_num_seqs, runner.max_model_len
-    )  # fmt: skip
-    return eng
 
 
 def test_buckets() -> None:

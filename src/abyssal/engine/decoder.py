@@ -1,4 +1,8 @@
-"""Steps of one token per sequence, in a few fixed shapes: each shape is captured as a CUDA graph when it first occurs."""
+"""Steps of one token per sequence, in a few fixed shapes: each shape is captured as a CUDA graph when it first occurs.
+
+Replicas that share experts replay the same graph at the same time, in a shape that holds the steps of all. Each captures it in the same
+step, as all know of the same shapes. Beside a step of no shape, which another replica computes, each launches its own op by op.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from abyssal.kv.decode import DecodeFacts, DecodeInputs, DecodeTables, staged
 from abyssal.kv.pool import KVCache, SequenceCache
 from abyssal.model.model import Model
 from abyssal.ops.ngram_hash import NgramHash
+from abyssal.parallel.comm import Shape
 
 log = logging.getLogger("abyssal")
 
@@ -62,7 +67,7 @@ class Decoder:
             layers = [plan.layer for plan in config.layers if plan.engram is not None]
             self._table_rows = {layer: torch.zeros(shape, dtype=model.dtype, device=device) for layer in layers}
         self._logits = torch.zeros(max_num_seqs, config.vocab_size, device=device)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs: no two run at a time
 
     @property
@@ -103,16 +108,26 @@ class Decoder:
             token_ids: the tokens, or int64 [S] on the device where the host need not know them.
             before: as in `Chunk`, of each sequence.
         """
-        count = next(size for size in self.batches if size >= len(caches))
         longest = max(positions, default=0) + 1
-        capacity = next(size for size in self.capacities if size >= longest)
-        captured = self._captured(count, capacity) if self.device.type == "cuda" else None
+        own = next(n for n in self.batches if n >= len(caches)), next(n for n in self.capacities if n >= longest)
+        common = self.model.comm.enter(own[0], own)
+        graph = None if common is None or self.device.type != "cuda" else self._captured(*common)
         self._fill(caches, positions, token_ids, before)
-        if captured is None:
-            self._compute(count, capacity)
-        else:
-            captured.replay()
+        self._run(graph, common or own)
         return self._logits[: len(caches)]
+
+    @torch.inference_mode()
+    def idle(self, shape: Shape) -> None:
+        """Take part in a step of `shape` without a sequence."""
+        graph = None if self.device.type != "cuda" else self._captured(*shape)
+        self._fill([], [], [], [])
+        self._run(graph, shape)
+
+    def _run(self, graph: torch.cuda.CUDAGraph | None, shape: Shape) -> None:
+        if graph is None:
+            self._compute(*shape)
+        else:
+            graph.replay()
 
     def _fill(
         self,
