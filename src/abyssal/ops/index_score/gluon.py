@@ -33,6 +33,7 @@ def _add(a, b):
 
 @gluon.jit
 def _page(pages, tile, end, TILES: gl.constexpr):
+    """The page of a tile; page 0, whose keys nobody looks at, for tiles from `end` on."""
     return gl.load(pages + tile // TILES, mask=tile < end, other=0)
 
 
@@ -62,6 +63,7 @@ def _row_at(ends, tile, total):
 
 @gluon.jit
 def _coming(pages, tile, mine, end, TILES: gl.constexpr):
+    """The page of the tile that each thread is to prefetch, -1 for none."""
     return gl.load(pages + tile // TILES, mask=mine & (tile < end), other=-1)
 
 
@@ -222,15 +224,11 @@ def _lane_sums(dots, w_shared, HEADS: gl.constexpr, LANES: gl.constexpr):
 
 
 @gluon.jit
-def _from_lane(values, DISTANCE: gl.constexpr):
-    if DISTANCE == 2:
-        return gl.inline_asm_elementwise(
-            "shfl.sync.bfly.b32 $0, $1, 2, 31, -1;", "=f,f", [values], dtype=gl.float32, is_pure=False, pack=1
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "shfl.sync.bfly.b32 $0, $1, 1, 31, -1;", "=f,f", [values], dtype=gl.float32, is_pure=False, pack=1
-        )
+def _from_lane(values, distance: gl.constexpr):
+    """The values of the lane whose number differs in the bit `distance`."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=f,f,r", [values, distance], dtype=gl.float32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

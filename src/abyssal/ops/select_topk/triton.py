@@ -44,7 +44,7 @@ def select_config(rows: int, num_entries: int, k: int) -> SelectConfig:
         levels, width = levels + 1, -(-width // GROUP)
     short, long = CHUNKS
     if levels > 1 and (rows <= SPREAD_ROWS or k > 512) and rows * -(-num_entries // long) <= SPREAD_PROGRAMS:
-        chunk = short if rows * -(-num_entries // short) <= 128 else long
+        chunk = short if k <= 512 and rows * -(-num_entries // short) <= 128 else long
         return SelectConfig(levels, warps=8 if k <= 512 else 16, chunk=chunk)
     warps = triton.next_power_of_2(width) // 1024 if levels == 1 else triton.next_power_of_2(max(width, GROUP * k)) // 512
     return SelectConfig(levels, warps=min(32, max(4, warps)), chunk=0)
