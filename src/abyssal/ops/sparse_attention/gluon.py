@@ -47,9 +47,8 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
 
 
 def bringing_warps(window: Layout, entries: Layout) -> int:
-    """Warps that bring records: eight where all are e4m3; e2m1 is widened, and bf16 copied, a little faster by four."""
-    grids = (window.grid, entries.grid)
-    return 8 if all(grid is not None and grid.kind == "e4m3" for grid in grids) else 4
+    """Warps that bring records: eight where they are widened; bf16 is copied a little faster by four."""
+    return 4 if window.grid is None else 8
 
 
 def sparse_attention(
@@ -202,13 +201,17 @@ def attend_kernel(
     bias = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
     factors = gl.allocate_shared_memory(gl.float32, [3, 64], SHARED_ROW)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    left_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    left_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    right_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    right_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     p_full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full.index(0), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(left_full.index(i), count=1)
+        mbarrier.init(left_empty.index(i), count=1)
+        mbarrier.init(right_full.index(i), count=1)
+        mbarrier.init(right_empty.index(i), count=1)
         mbarrier.init(p_full.index(i), count=1)
     mbarrier.init(p_full.index(2), count=1)
     fence_async_shared()
@@ -237,18 +240,18 @@ def attend_kernel(
             (
                 weigh_and_add,
                 (sink + first_head, lse_row, out_rows, out_stride, H - first_head, last - first, scale_log2, q_smem, left, right,
-                 p_smem, bias, factors, q_full, k_full, k_empty, p_full, PARTIAL),
+                 p_smem, bias, factors, q_full, left_full, left_empty, right_full, p_full, PARTIAL),
             ),
             (
                 add_right,
                 (q_rows, q_stride_h, out_rows, out_stride, H - first_head, last - first, q_smem, right, p_smem, factors, q_full,
-                 k_full, k_empty, p_full, PARTIAL),
+                 right_full, right_empty, p_full, PARTIAL),
             ),
             (
                 bring_blocks,
                 (window_row, window_length, window_pages, window_page_stride, entry_row, entry_length, entry_pages,
-                 entry_page_stride, zeros, first, last - first, (left, right), bias, k_full, k_empty, WINDOW, ENTRIES, WINDOW_PER_PAGE,
-                 ENTRIES_PER_PAGE),
+                 entry_page_stride, zeros, first, last - first, left, right, bias, (left_full, left_empty), (right_full, right_empty),
+                 WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE),
             ),
         ],
         [4, BRING_WARPS],
@@ -269,8 +272,8 @@ def split_range(split, blocks, count, split_blocks):
 
 @gluon.jit
 def weigh_and_add(
-    sink, lse, out_rows, out_stride, heads, blocks, scale_log2, q_smem, left, right, p_smem, bias, factors, q_full, k_full, k_empty,
-    p_full, PARTIAL: gl.constexpr,
+    sink, lse, out_rows, out_stride, heads, blocks, scale_log2, q_smem, left, right, p_smem, bias, factors, q_full, left_full,
+    left_empty, right_full, p_full, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -279,18 +282,22 @@ def weigh_and_add(
     acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
     mbarrier.wait(q_full.index(0), 0)
     if blocks > 0:
-        mbarrier.wait(k_full.index(0), 0)
-        scores = warpgroup_mma_wait(0, deps=[multiply(q_smem, left.index(0), right.index(0))])
+        mbarrier.wait(left_full.index(0), 0)
+        scores = multiply_left(q_smem, left.index(0))
+        mbarrier.wait(right_full.index(0), 0)
+        scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(0), scores)])
         keep, top, total = soften(scores, 0, top, total, scale_log2, p_smem, bias, factors, p_full)
         for block in range(blocks - 1):
             half = block % 2
+            phase = (block + 1) // 2 % 2
             acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
             acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-            mbarrier.wait(k_full.index(1 - half), (block + 1) // 2 % 2)
-            scores = multiply(q_smem, left.index(1 - half), right.index(1 - half))
-            acc = warpgroup_mma_wait(2, deps=[acc])
-            mbarrier.arrive(k_empty.index(half))
-            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.wait(left_full.index(1 - half), phase)
+            scores = multiply_left(q_smem, left.index(1 - half))
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(left_empty.index(half))
+            mbarrier.wait(right_full.index(1 - half), phase)
+            scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
             keep, top, total = soften(scores, block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
         half = (blocks - 1) % 2
         acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
@@ -312,14 +319,19 @@ def weigh_and_add(
 
 
 @gluon.jit
-def multiply(q_smem, left, right):
-    """Begin the scores of a block, before scaling: queries times records, in two groups of products.
+def multiply_left(q_smem, left):
+    """Begin the scores of a block, before scaling, with the left halves of queries and records.
 
     Who brings records has loads of the next block on their way and must not wait for them, as a fence would; so the readers fence.
     """
     fence_async_shared()
     scores = gl.zeros([64, 64], gl.float32, SCORES)
-    scores = warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, use_acc=False, is_async=True)
+    return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_right(q_smem, right, scores):
+    fence_async_shared()
     return warpgroup_mma(q_smem.slice(HALF, HALF, dim=1), right.permute((1, 0)), scores, is_async=True)
 
 
@@ -341,8 +353,8 @@ def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full)
 
 @gluon.jit
 def add_right(
-    q_rows, q_stride_h, out_rows, out_stride, heads, blocks, q_smem, right, p_smem, factors, q_full, k_full, k_empty, p_full,
-    PARTIAL: gl.constexpr,
+    q_rows, q_stride_h, out_rows, out_stride, heads, blocks, q_smem, right, p_smem, factors, q_full, right_full, right_empty,
+    p_full, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Bring the queries, then add weights times records to the right half of the output."""
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, QUERY))
@@ -358,13 +370,13 @@ def add_right(
     for block in range(blocks):
         half = block % 2
         phase = block // 2 % 2
-        mbarrier.wait(k_full.index(half), phase)
+        mbarrier.wait(right_full.index(half), phase)
         mbarrier.wait(p_full.index(half), phase)
         fence_async_shared()
         acc = acc * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
         acc = warpgroup_mma(p_smem.index(half), right.index(half), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(k_empty.index(half))
+        mbarrier.arrive(right_empty.index(half))
 
     mbarrier.wait(p_full.index(2), 0)
     if not PARTIAL or blocks > 0:
@@ -387,7 +399,7 @@ def store_half(acc, factor, keys, out_rows, out_stride, heads):
 @gluon.jit
 def bring_blocks(
     window_row, window_length, window_pages, window_page_stride, entry_row, entry_length, entry_pages, entry_page_stride, zeros,
-    first, blocks, keys, bias, k_full, k_empty,
+    first, blocks, left, right, bias, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Bring the records of both lists to shared memory as bf16, block by block.
@@ -402,39 +414,41 @@ def bring_blocks(
     pools = (window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks)
     where = locate(0, block_slots(0, lists), pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
     slots = block_slots(1, lists)
+    left_full, left_empty = of_left
+    right_full, right_empty = of_right
     if WINDOW.grid is None:
         for block in range(blocks):
             half = block % 2
-            mbarrier.wait(k_empty.index(half), block // 2 % 2 ^ 1)
-            copy_records(where, keys, half)
-            async_copy.mbarrier_arrive(k_full.index(half))
+            phase = block // 2 % 2 ^ 1
+            mbarrier.wait(left_empty.index(half), phase)
+            copy_half(0, where, left.index(half))
+            async_copy.mbarrier_arrive(left_full.index(half))
+            mbarrier.wait(right_empty.index(half), phase)
+            copy_half(1, where, right.index(half))
+            async_copy.mbarrier_arrive(right_full.index(half))
             where = locate(block + 1, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             slots = block_slots(block + 2, lists)
-            mbarrier.arrive(k_full.index(half))
+            mbarrier.arrive(left_full.index(half))
+            mbarrier.arrive(right_full.index(half))
     else:
-        part0 = load_part(0, where, WINDOW, ENTRIES)
-        part1 = load_part(1, where, WINDOW, ENTRIES)
-        part2 = load_part(2, where, WINDOW, ENTRIES)
-        part3 = load_part(3, where, WINDOW, ENTRIES)
-        left_scales = load_scales(0, where, WINDOW, ENTRIES)
-        right_scales = load_scales(1, where, WINDOW, ENTRIES)
+        nothing = gl.zeros([64, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps())))
+        left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
+        right_codes, right_scales = load_half(1, where, nothing, WINDOW, ENTRIES)
+        never = gl.program_id(1)
         for block in range(blocks):
             half = block % 2
+            phase = block // 2 % 2 ^ 1
             in_window = block < window_blocks
-            mbarrier.wait(k_empty.index(half), block // 2 % 2 ^ 1)
+            mbarrier.wait(left_empty.index(half), phase)
+            convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
+            mbarrier.arrive(left_full.index(half))
             where = locate(block + 1, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            convert_part(0, part0, left_scales, in_window, keys, half, WINDOW, ENTRIES)
-            part0 = load_part(0, where, WINDOW, ENTRIES)
-            convert_part(2, part2, right_scales, in_window, keys, half, WINDOW, ENTRIES)
-            part2 = load_part(2, where, WINDOW, ENTRIES)
-            convert_part(1, part1, left_scales, in_window, keys, half, WINDOW, ENTRIES)
-            part1 = load_part(1, where, WINDOW, ENTRIES)
-            left_scales = load_scales(0, where, WINDOW, ENTRIES)
-            convert_part(3, part3, right_scales, in_window, keys, half, WINDOW, ENTRIES)
-            part3 = load_part(3, where, WINDOW, ENTRIES)
-            right_scales = load_scales(1, where, WINDOW, ENTRIES)
+            left_codes, left_scales = load_half(0, where, (right_scales[0] & never) * 16, WINDOW, ENTRIES)
+            mbarrier.wait(right_empty.index(half), phase)
+            convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
+            mbarrier.arrive(right_full.index(half))
+            right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
             slots = block_slots(block + 2, lists)
-            mbarrier.arrive(k_full.index(half))
 
 
 @gluon.jit
@@ -476,121 +490,111 @@ def locate(
 
 
 @gluon.jit
-def copy_records(where, keys, half):
+def copy_half(SIDE: gl.constexpr, where, keys):
     """Records that are bf16 already go to shared memory without passing registers."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     rows = gl.expand_dims(gl.convert_layout(where[0], gl.SliceLayout(1, COPY)).to(gl.pointer_type(gl.bfloat16)), 1)
-    for i in gl.static_range(2):
-        columns = i * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
-        async_copy.async_copy_global_to_shared(keys[i].index(half), rows + gl.expand_dims(columns, 0))
+    columns = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
+    async_copy.async_copy_global_to_shared(keys, rows + gl.expand_dims(columns, 0))
 
 
 @gluon.jit
-def load_part(PART: gl.constexpr, where, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
-    """What becomes a quarter of the columns; of two layouts the one that a block has."""
+def load_half(SIDE: gl.constexpr, where, after, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
+    """Codes of both quarters of one half, and their scales; of two layouts of the one that a block has."""
     if WINDOW.name == ENTRIES.name:
-        return load_codes(PART, where, WINDOW)
+        return load_codes(SIDE, where, after, WINDOW), load_scales(SIDE, where, after, WINDOW)
     else:
         if where[2]:
-            codes = load_codes(PART, where, WINDOW)
+            codes = load_codes(SIDE, where, after, WINDOW)
+            first, second = load_scales(SIDE, where, after, WINDOW)
         else:
-            codes = load_codes(PART, where, ENTRIES)
-        return codes
+            codes = load_codes(SIDE, where, after, ENTRIES)
+            first, second = load_scales(SIDE, where, after, ENTRIES)
+        return codes, (first, second)
 
 
 @gluon.jit
-def load_codes(PART: gl.constexpr, where, LAYOUT: gl.constexpr):
-    """Codes int32 [64, 8, 4].
+def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
+    """Codes of two quarters, int32 [64, 8, 4] each.
 
-    v4: 128 codes of each key, in the last part 64 codes [64, 8, 2], and 64 bf16. v41: 128 codes. v41_fp4: parts 0 and 2 hold 256 codes
-    each, the first half of them in the first two words; the other parts hold nothing.
+    v4: 128 codes of each key, in the last quarter 64 codes [64, 8, 2], and 64 bf16. v41: 128 codes. v41_fp4: all 256 are in the first,
+    of each quarter in two words; the second holds nothing.
     """
     WIDE: gl.constexpr = code_layout(4, gl.num_warps())
     NARROW: gl.constexpr = code_layout(2, gl.num_warps())
-    words = where[0].to(gl.pointer_type(gl.int32)) + PART * (16 if LAYOUT.name == "v41_fp4" else 32)
-    if LAYOUT.name != "v41_fp4":
-        if LAYOUT.name == "v4" and PART == 3:
-            return load_words(words, NARROW), load_words(words + 16, WIDE)
-        else:
-            return load_words(words, WIDE)
-    elif PART % 2 == 0:
-        pair = gl.join(load_words(words, NARROW), load_words(words + 16, NARROW))
-        return gl.convert_layout(gl.reshape(pair, [64, 8, 4]), WIDE)
+    words = where[0].to(gl.pointer_type(gl.int32)) + SIDE * (32 if LAYOUT.name == "v41_fp4" else 64)
+    if LAYOUT.name == "v41_fp4":
+        pair = gl.join(load_words(words, after, NARROW), load_words(words + 16, after, NARROW))
+        return gl.convert_layout(gl.reshape(pair, [64, 8, 4]), WIDE), gl.zeros([64, 8, 4], gl.int32, WIDE)
+    elif LAYOUT.name == "v4" and SIDE == 1:
+        last = load_words(words + 32, after, NARROW), load_words(words + 48, after, WIDE)
+        return load_words(words, after, WIDE), last
     else:
-        return gl.zeros([64, 8, 4], gl.int32, WIDE)
+        return load_words(words, after, WIDE), load_words(words + 32, after, WIDE)
 
 
 @gluon.jit
-def load_words(data, LAYOUT: gl.constexpr):
+def load_words(data, after, LAYOUT: gl.constexpr):
     """Bytes of each key from `data` on: int32 [64, 8, words], 8 threads of a row."""
     WORDS: gl.constexpr = LAYOUT.shape[2]
     data = gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
     v = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
     w = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
-    return gl.load(gl.expand_dims(gl.expand_dims(data, 1), 2) + (v * WORDS + w))
+    after = gl.expand_dims(gl.convert_layout(after, gl.SliceLayout(2, LAYOUT), assert_trivial=True), 2)
+    return gl.load(gl.expand_dims(gl.expand_dims(data, 1), 2) + (v * WORDS + after + w))
 
 
 @gluon.jit
-def load_scales(SIDE: gl.constexpr, where, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
+def load_scales(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
     """Scales of both quarters of one half: two words for each thread, int32 [64, 8]."""
-    if WINDOW.name == ENTRIES.name:
-        return load_scale_words(SIDE, where, WINDOW)
-    else:
-        if where[2]:
-            first, second = load_scale_words(SIDE, where, WINDOW)
-        else:
-            first, second = load_scale_words(SIDE, where, ENTRIES)
-        return first, second
-
-
-@gluon.jit
-def load_scale_words(SIDE: gl.constexpr, where, LAYOUT: gl.constexpr):
     scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32))
     if LAYOUT.name == "v4":  # of a half's four scales
-        word = load_scale_word(scales + SIDE, 8)
+        word = load_scale_word(scales + SIDE, after, 8)
         return word, word
     elif LAYOUT.name == "v41":  # of a quarter's four
-        return load_scale_word(scales + SIDE * 2, 8), load_scale_word(scales + (SIDE * 2 + 1), 8)
+        return load_scale_word(scales + SIDE * 2, after, 8), load_scale_word(scales + (SIDE * 2 + 1), after, 8)
     else:  # of a quarter's eight
         gl.static_assert(LAYOUT.name == "v41_fp4")
-        return load_scale_word(scales + SIDE * 4, 4), load_scale_word(scales + (SIDE * 4 + 2), 4)
+        return load_scale_word(scales + SIDE * 4, after, 4), load_scale_word(scales + (SIDE * 4 + 2), after, 4)
 
 
 @gluon.jit
-def load_scale_word(scales, THREADS: gl.constexpr):
+def load_scale_word(scales, after, THREADS: gl.constexpr):
     """A word for THREADS threads of a row."""
     WIDE: gl.constexpr = code_layout(4, gl.num_warps())
     v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, WIDE))), 0)
-    return gl.load(gl.expand_dims(scales, 1) + v // THREADS)
+    return gl.load(gl.expand_dims(scales, 1) + (v // THREADS + after))
 
 
 @gluon.jit
-def convert_part(PART: gl.constexpr, part, scales, in_window, keys, half, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
-    """Write one part of a block as bf16 into its quarter of shared memory, or two quarters."""
+def convert_half(SIDE: gl.constexpr, codes, scales, in_window, keys, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
+    """Write one half of a block as bf16 into shared memory."""
     if WINDOW.name == ENTRIES.name:
-        convert_codes(PART, part, scales, keys[PART // 2].index(half), WINDOW)
+        convert_codes(SIDE, codes, scales, keys, WINDOW)
     else:
         if in_window:
-            convert_codes(PART, part, scales, keys[PART // 2].index(half), WINDOW)
+            convert_codes(SIDE, codes, scales, keys, WINDOW)
         else:
-            convert_codes(PART, part, scales, keys[PART // 2].index(half), ENTRIES)
+            convert_codes(SIDE, codes, scales, keys, ENTRIES)
 
 
 @gluon.jit
-def convert_codes(PART: gl.constexpr, part, scales, keys, LAYOUT: gl.constexpr):
+def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr):
     WIDE: gl.constexpr = code_layout(4, gl.num_warps())
     NARROW: gl.constexpr = code_layout(2, gl.num_warps())
     if LAYOUT.name == "v4":
-        if PART < 3:
-            values = convert_e4m3(part, pick_scale(scales[0], PART % 2 * 2, 4, WIDE))
+        store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 4, WIDE)), keys, 0)
+        if SIDE == 0:
+            values = convert_e4m3(codes[1], pick_scale(scales[0], 2, 4, WIDE))
         else:
-            values = convert_e4m3(part[0], pick_scale(scales[0], 2, 8, NARROW))
-            values = gl.join(gl.reshape(values, [64, 32]), gl.reshape(part[1], [64, 32])).permute((0, 2, 1))
-        store_words(values, keys, PART % 2)
+            values = convert_e4m3(codes[1][0], pick_scale(scales[0], 2, 8, NARROW))
+            values = gl.join(gl.reshape(values, [64, 32]), gl.reshape(codes[1][1], [64, 32])).permute((0, 2, 1))
+        store_words(values, keys, 1)
     elif LAYOUT.name == "v41":
-        store_words(convert_e4m3(part, pick_scale(scales[PART % 2], 0, 2, WIDE)), keys, PART % 2)
-    elif PART % 2 == 0:
-        first, second = gl.split(gl.reshape(part, [64, 8, 2, 2]))
+        store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 2, WIDE)), keys, 0)
+        store_words(convert_e4m3(codes[1], pick_scale(scales[1], 0, 2, WIDE)), keys, 1)
+    else:
+        first, second = gl.split(gl.reshape(codes[0], [64, 8, 2, 2]))
         store_words(convert_e2m1(gl.convert_layout(first, NARROW), pick_scale(scales[0], 0, 1, NARROW)), keys, 0)
         store_words(convert_e2m1(gl.convert_layout(second, NARROW), pick_scale(scales[1], 0, 1, NARROW)), keys, 1)
 
