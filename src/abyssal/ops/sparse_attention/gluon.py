@@ -75,7 +75,8 @@ def sparse_attention(
         config = launch_config(tokens, heads, widths, multiprocessors(q.device), batch_invariant)
     splits = config.splits
     partial = new_partial(q, splits.count)
-    attend_kernel[(tokens * splits.count * -(-heads // BLOCK_HEADS),)](
+    tiles = tokens * splits.count * -(-heads // BLOCK_HEADS)
+    attend_kernel[(min(tiles, multiprocessors(q.device)),)](
         q,
         q.stride(0),
         q.stride(1),
@@ -91,6 +92,7 @@ def sparse_attention(
         partial.out,
         partial.lse,
         heads,
+        tiles,
         splits.count,
         splits.blocks or 0,
         D=HEAD_DIM,
@@ -98,6 +100,7 @@ def sparse_attention(
         ENTRIES=entries.records.layout,
         WINDOW_PER_PAGE=window.records.entries_per_page,
         ENTRIES_PER_PAGE=entries.records.entries_per_page,
+        HEAD_BLOCKS=-(-heads // BLOCK_HEADS),
         PARTIAL=splits.count > 1,
         ADD_REGISTERS=ADD_REGISTERS,
         **_bring_constants(window.records.layout, entries.records.layout),
@@ -120,8 +123,8 @@ def _bring_constants(window: Layout, entries: Layout) -> dict[str, int]:
     return {"BRING_WARPS": warps, "BRING_REGISTERS": BRING_REGISTERS[warps]}
 
 
-def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, Tensor]:
-    return keys.records.pages, keys.records.pages.stride(0), keys.slots, keys.slots.stride(0), keys.lengths
+def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor]:
+    return keys.records.pages, keys.records.pages.stride(0), keys.slots, keys.slots.stride(0), keys.slots.shape[1], keys.lengths
 
 
 # Lanes of a part of a block's codes [64 keys, threads of a row, words]. Eight in turn hold four threads of two neighbouring rows, so
@@ -130,10 +133,19 @@ LANES = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [0, 4, 0], [2, 0, 0]]
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 SHARED_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.constexpr_function
+def row_layout(bits):
+    """Threads of one half of the output [64, 256]: 16 bytes each, of the rows that they have in `OUTPUT`."""
+    columns = [[0, 1 << i] for i in range(8)]
+    of_thread = 3 if bits == 16 else 2
+    lanes = [*columns[of_thread : of_thread + 2], [1, 0], [2, 0], [4, 0]]
+    registers = [*columns[:of_thread], [8, 0], *columns[of_thread + 2 :]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 256])
 
 
 @gluon.constexpr_function
@@ -145,7 +157,7 @@ def code_layout(words, num_warps):
     return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [64, 8, words])
 
 
-@gluon.jit(do_not_specialize=["count", "split_blocks"])
+@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
 def attend_kernel(
     q,
     q_stride_t,
@@ -154,11 +166,13 @@ def attend_kernel(
     window_page_stride,
     window_slots,
     window_slots_stride,
+    window_width,
     window_lengths,
     entry_pages,
     entry_page_stride,
     entry_slots,
     entry_slots_stride,
+    entry_width,
     entry_lengths,
     zeros,
     sink,
@@ -170,6 +184,7 @@ def attend_kernel(
     partial_out,
     partial_lse,
     H,
+    tiles,
     count,
     split_blocks,
     D: gl.constexpr,
@@ -177,23 +192,18 @@ def attend_kernel(
     ENTRIES: gl.constexpr,
     WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr,
     PARTIAL: gl.constexpr,
     ADD_REGISTERS: gl.constexpr,
     BRING_WARPS: gl.constexpr,
     BRING_REGISTERS: gl.constexpr,
 ):
-    """One block of heads of one token over one split of its key blocks, as `attend_kernel` in Triton.
+    """Tiles of one block of heads of one token over one split of its key blocks, as `attend_kernel` in Triton.
 
     Three roles run side by side: BRING_WARPS warps bring records to shared memory as bf16, four turn them into weights and add weighted
     records to the left half of the output, four add to the right half. Two blocks of keys and of weights are on their way at a time.
     The halves of a block of keys lie in shared memory of their own: stores to one need no barrier between them and stores to the other.
     """
-    head_blocks = (H + 63) // 64
-    program = gl.program_id(0)
-    first_head = program % head_blocks * 64
-    split = program // head_blocks % count
-    token = program // (head_blocks * count)
-
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
     left = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HALF], SHARED)
     right = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HALF], SHARED)
@@ -201,57 +211,48 @@ def attend_kernel(
     bias = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
     factors = gl.allocate_shared_memory(gl.float32, [3, 64], SHARED_ROW)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     left_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     left_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     right_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     right_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    end_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    end_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full.index(0), count=1)
+    mbarrier.init(q_empty.index(0), count=1)
     for i in gl.static_range(2):
         mbarrier.init(left_full.index(i), count=1)
         mbarrier.init(left_empty.index(i), count=1)
         mbarrier.init(right_full.index(i), count=1)
         mbarrier.init(right_empty.index(i), count=1)
         mbarrier.init(p_full.index(i), count=1)
-    mbarrier.init(p_full.index(2), count=1)
+    mbarrier.init(end_full.index(0), count=1)
+    mbarrier.init(end_empty.index(0), count=1)
     fence_async_shared()
     gdc_wait()  # launched while the kernel before may still run
 
-    window_length = gl.load(window_lengths + token)
-    entry_length = gl.load(entry_lengths + token)
-    blocks = (window_length + 63) // 64 + (entry_length + 63) // 64
-    first, last = split_range(split, blocks, count, split_blocks)
-    window_row = window_slots + token.to(gl.int64) * window_slots_stride
-    entry_row = entry_slots + token.to(gl.int64) * entry_slots_stride
-    q_rows = q + token.to(gl.int64) * q_stride_t + first_head.to(gl.int64) * q_stride_h
-    lse_row = lse + token.to(gl.int64) * H + first_head
-    part = token.to(gl.int64) * count + split
-    if PARTIAL:
-        lse_row = partial_lse + part * H + first_head
-    if not PARTIAL:
-        out_rows = out + token.to(gl.int64) * out_stride_t + first_head.to(gl.int64) * out_stride_h
-        out_stride = out_stride_h
-    else:
-        out_rows = partial_out + (part * H + first_head) * D
-        out_stride = D
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
+    work = (window_lengths, entry_lengths, H, tiles, count, split_blocks, HEAD_BLOCKS, PARTIAL)
+    to = (out, out_stride_t, out_stride_h, lse)
+    if PARTIAL:
+        to = (partial_out, 0, D, partial_lse)
     gl.warp_specialize(
         [
             (
                 weigh_and_add,
-                (sink + first_head, lse_row, out_rows, out_stride, H - first_head, last - first, scale_log2, q_smem, left, right,
-                 p_smem, bias, factors, q_full, left_full, left_empty, right_full, p_full, PARTIAL),
+                (work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, q_full, q_empty, left_full, left_empty,
+                 right_full, p_full, end_full, end_empty, PARTIAL),
             ),
             (
                 add_right,
-                (q_rows, q_stride_h, out_rows, out_stride, H - first_head, last - first, q_smem, right, p_smem, factors, q_full,
-                 right_full, right_empty, p_full, PARTIAL),
+                (work, to, (q, q_stride_t, q_stride_h), q_smem, q_full, right, p_smem, factors, right_full, right_empty, p_full, end_full, end_empty, PARTIAL),
             ),
             (
                 bring_blocks,
-                (window_row, window_length, window_pages, window_page_stride, entry_row, entry_length, entry_pages,
-                 entry_page_stride, zeros, first, last - first, left, right, bias, (left_full, left_empty), (right_full, right_empty),
-                 WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE),
+                (work, (q, q_stride_t, q_stride_h), window_slots, window_slots_stride, window_width, window_pages, window_page_stride,
+                 entry_slots, entry_slots_stride, entry_width, entry_pages, entry_page_stride, zeros, q_smem, left, right, bias, (q_full, q_empty),
+                 (left_full, left_empty), (right_full, right_empty), WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE),
             ),
         ],
         [4, BRING_WARPS],
@@ -260,62 +261,98 @@ def attend_kernel(
 
 
 @gluon.jit
-def split_range(split, blocks, count, split_blocks):
-    """First and last + 1 block of a split: a fixed number of blocks each, or evenly (`split_blocks` 0)."""
-    first = blocks * split // count
-    last = blocks * (split + 1) // count
-    if split_blocks > 0:
-        first = split * split_blocks
-        last = gl.minimum(first + split_blocks, blocks)
-    return first, gl.maximum(first, last)
+def place(tile, work):
+    """Token, split and first head of a tile."""
+    HEAD_BLOCKS: gl.constexpr = work[6]
+    token = tile // HEAD_BLOCKS
+    split = token * 0
+    if work[7]:
+        token = token // work[4]
+        split = tile // HEAD_BLOCKS - token * work[4]
+    return token, split, tile % HEAD_BLOCKS * 64
+
+
+@gluon.jit
+def split_range(split, blocks, work):
+    """First block of a split, and how many: a fixed number each, or evenly (`split_blocks` 0)."""
+    first, mine = blocks * 0, blocks
+    if work[7]:
+        each = blocks // work[4]
+        more = blocks - each * work[4]
+        first = split * each + gl.minimum(split, more)
+        mine = gl.where(split < more, each + 1, each)
+        if work[5] > 0:
+            first = split * work[5]
+            mine = gl.minimum(gl.maximum(blocks - first, 0), work[5])
+    return first, mine
+
+
+@gluon.jit
+def blocks_of_split(token, split, work):
+    return split_range(split, (gl.load(work[0] + token) + 63) // 64 + (gl.load(work[1] + token) + 63) // 64, work)[1]
 
 
 @gluon.jit
 def weigh_and_add(
-    sink, lse, out_rows, out_stride, heads, blocks, scale_log2, q_smem, left, right, p_smem, bias, factors, q_full, left_full,
-    left_empty, right_full, p_full, PARTIAL: gl.constexpr,
+    work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, q_full, q_empty, left_full, left_empty, right_full, p_full,
+    end_full, end_empty, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    top = gl.full([64], float("-inf"), gl.float32, ROWS)
-    total = gl.zeros([64], gl.float32, ROWS)
-    acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-    mbarrier.wait(q_full.index(0), 0)
-    if blocks > 0:
-        mbarrier.wait(left_full.index(0), 0)
-        scores = multiply_left(q_smem, left.index(0))
-        mbarrier.wait(right_full.index(0), 0)
-        scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(0), scores)])
-        keep, top, total = soften(scores, 0, top, total, scale_log2, p_smem, bias, factors, p_full)
-        for block in range(blocks - 1):
-            half = block % 2
-            phase = (block + 1) // 2 % 2
-            acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
+    n = 0  # blocks of earlier tiles
+    parity = 0
+    for tile in range(gl.program_id(0), work[3], gl.num_programs(0)):
+        token, split, first_head = place(tile, work)
+        blocks = blocks_of_split(token, split, work)
+        top = gl.full([64], float("-inf"), gl.float32, ROWS)
+        total = gl.zeros([64], gl.float32, ROWS)
+        acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
+        mbarrier.wait(q_full.index(0), parity)
+        if blocks > 0:
+            mbarrier.wait(left_full.index(n % 2), n // 2 % 2)
+            scores = multiply_left(q_smem, left.index(n % 2))
+            mbarrier.wait(right_full.index(n % 2), n // 2 % 2)
+            scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n % 2), scores)])
+            _, top, total = soften(scores, n, top, total, scale_log2, p_smem, bias, factors, p_full)
+            for block in range(n, n + blocks - 1):
+                half = block % 2
+                phase = (block + 1) // 2 % 2
+                acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
+                mbarrier.wait(left_full.index(1 - half), phase)
+                scores = multiply_left(q_smem, left.index(1 - half))
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                mbarrier.arrive(left_empty.index(half))
+                mbarrier.wait(right_full.index(1 - half), phase)
+                scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
+                keep, top, total = soften(scores, block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
+                acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
+            n += blocks
+            half = (n - 1) % 2
+            mbarrier.arrive(q_empty.index(0))
             acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-            mbarrier.wait(left_full.index(1 - half), phase)
-            scores = multiply_left(q_smem, left.index(1 - half))
-            acc = warpgroup_mma_wait(1, deps=[acc])
+            acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(left_empty.index(half))
-            mbarrier.wait(right_full.index(1 - half), phase)
-            scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
-            keep, top, total = soften(scores, block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
-        half = (blocks - 1) % 2
-        acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
-        acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        else:
+            mbarrier.arrive(q_empty.index(0))
 
-    b_lse = top + gl.log2(total)  # -inf without keys
-    factor = 1.0 / gl.where(total > 0, total, 1.0)
-    rows = gl.arange(0, 64, layout=ROWS)
-    if not PARTIAL:
-        b_sink = gl.load(sink + rows, mask=rows < heads, other=0.0)
-        share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
-        factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
-    factors.index(2).store(factor)
-    mbarrier.arrive(p_full.index(2))
-    gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=rows < heads)
-    if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-        store_half(acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), left, out_rows, out_stride, heads)
+        b_lse = top + gl.log2(total)  # -inf without keys
+        factor = 1.0 / gl.where(total > 0, total, 1.0)
+        rows = gl.arange(0, 64, layout=ROWS)
+        if not PARTIAL:
+            b_sink = gl.load(sink + first_head + rows, mask=rows < work[2] - first_head, other=0.0)
+            share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
+            factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
+        mbarrier.wait(end_empty.index(0), parity ^ 1)
+        factors.index(2).store(factor)
+        mbarrier.arrive(end_full.index(0))
+        parity ^= 1
+        part = token.to(gl.int64)
+        if PARTIAL:
+            part = part * work[4] + split
+        lse = to[3] + part * work[2] + first_head
+        gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=rows < work[2] - first_head)
+        if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
+            store_half(0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, part, first_head, work[2], PARTIAL)
 
 
 @gluon.jit
@@ -353,80 +390,140 @@ def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full)
 
 @gluon.jit
 def add_right(
-    q_rows, q_stride_h, out_rows, out_stride, heads, blocks, q_smem, right, p_smem, factors, q_full, right_full, right_empty,
-    p_full, PARTIAL: gl.constexpr,
+    work, to, queries, q_smem, q_full, right, p_smem, factors, right_full, right_empty, p_full, end_full, end_empty, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring the queries, then add weights times records to the right half of the output."""
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, QUERY))
-    for side in gl.static_range(2):
-        columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, QUERY))
-        pointers = gl.expand_dims(q_rows + rows * q_stride_h, 1) + gl.expand_dims(columns, 0)
-        b_q = gl.load(pointers, mask=gl.expand_dims(rows < heads, 1), other=0.0)
-        q_smem.slice(side * HALF, HALF, dim=1).store(b_q)
-    fence_async_shared()
-    mbarrier.arrive(q_full.index(0))
+    """Add weights times records to the right half of the output; bring the first tile's queries, as there is nothing to add yet."""
+    n = 0  # blocks of earlier tiles
+    parity = 0
+    copy_queries(gl.program_id(0), queries, q_smem, q_full, work)
+    for tile in range(gl.program_id(0), work[3], gl.num_programs(0)):
+        token, split, first_head = place(tile, work)
+        blocks = blocks_of_split(token, split, work)
+        acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
+        for block in range(n, n + blocks):
+            half = block % 2
+            phase = block // 2 % 2
+            mbarrier.wait(right_full.index(half), phase)
+            mbarrier.wait(p_full.index(half), phase)
+            fence_async_shared()
+            acc = acc * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
+            acc = warpgroup_mma(p_smem.index(half), right.index(half), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(right_empty.index(half))
+        n += blocks
 
-    acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-    for block in range(blocks):
-        half = block % 2
-        phase = block // 2 % 2
-        mbarrier.wait(right_full.index(half), phase)
-        mbarrier.wait(p_full.index(half), phase)
-        fence_async_shared()
-        acc = acc * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
-        acc = warpgroup_mma(p_smem.index(half), right.index(half), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(right_empty.index(half))
-
-    mbarrier.wait(p_full.index(2), 0)
-    if not PARTIAL or blocks > 0:
-        store_half(acc, factors.index(2).load(gl.SliceLayout(1, OUTPUT)), right, out_rows + HALF, out_stride, heads)
+        mbarrier.wait(end_full.index(0), parity)
+        factor = factors.index(2).load(gl.SliceLayout(1, OUTPUT))
+        mbarrier.arrive(end_empty.index(0))
+        parity ^= 1
+        part = token.to(gl.int64)
+        if PARTIAL:
+            part = part * work[4] + split
+        if not PARTIAL or blocks > 0:
+            store_half(1, acc, factor, to, token, part, first_head, work[2], PARTIAL)
 
 
 @gluon.jit
-def store_half(acc, factor, keys, out_rows, out_stride, heads):
-    """Write one half of the output, through the shared memory of the keys: whole rows leave at once."""
-    TYPE: gl.constexpr = out_rows.dtype.element_ty
-    STAGE: gl.constexpr = gl.NVMMASharedLayout(128, TYPE.primitive_bitwidth, rank=2)
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 128 // TYPE.primitive_bitwidth], [1, 32], [4, 1], [1, 0])
-    stage = keys._reinterpret(TYPE, [64, HALF], STAGE)
-    stage.store((acc * gl.expand_dims(factor, 1)).to(TYPE))
+def store_half(SIDE: gl.constexpr, acc, factor, to, token, part, first_head, H, PARTIAL: gl.constexpr):
+    """Write one half of the output: whole sectors, after an exchange among the four threads of a row."""
+    out, out_stride_t, out_stride_h, _ = to
+    TYPE: gl.constexpr = out.dtype.element_ty
+    ROWS: gl.constexpr = row_layout(TYPE.primitive_bitwidth)
+    if PARTIAL:
+        out_row = out + (part * H + first_head) * out_stride_h
+    else:
+        out_row = out + token.to(gl.int64) * out_stride_t + first_head.to(gl.int64) * out_stride_h
+    values = gl.convert_layout((acc * gl.expand_dims(factor, 1)).to(TYPE), ROWS)
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
-    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS)), 0)
-    gl.store(gl.expand_dims(out_rows + rows * out_stride, 1) + columns, stage.load(ROWS), mask=gl.expand_dims(rows < heads, 1))
+    columns = gl.expand_dims(SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS)), 0)
+    gl.store(gl.expand_dims(out_row + rows * out_stride_h, 1) + columns, values, mask=gl.expand_dims(rows < H - first_head, 1))
 
 
 @gluon.jit
 def bring_blocks(
-    window_row, window_length, window_pages, window_page_stride, entry_row, entry_length, entry_pages, entry_page_stride, zeros,
-    first, blocks, left, right, bias, of_left, of_right,
+    work, queries, window_slots, window_slots_stride, window_width, window_pages, window_page_stride, entry_slots, entry_slots_stride,
+    entry_width, entry_pages, entry_page_stride, zeros, q_smem, left, right, bias, of_q, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Bring the records of both lists to shared memory as bf16, block by block.
+    """Bring queries, and the records of both lists as bf16, block by block, to shared memory.
 
-    The slots of the block after next and the records of the next block are on their way while a block is converted.
+    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them.
     """
-    # Both lists as if slot 0 of either were the first of all blocks; none reaches beyond the last block.
-    window_blocks = (window_length + 63) // 64 - first
+    n = 0  # blocks of earlier tiles
+    parity = 0
+    for tile in range(gl.program_id(0), work[3], gl.num_programs(0)):
+        token, split, _ = place(tile, work)
+        rows = window_slots + token.to(gl.int64) * window_slots_stride, entry_slots + token.to(gl.int64) * entry_slots_stride
+        window_length = gl.load(work[0] + token)
+        entry_length = gl.load(work[1] + token)
+        # Most lists are full: their slots need not wait for the lengths.
+        lists, blocks = lists_of_split(rows, window_width, entry_width, split, work)
+        first_slots = block_slots(0, lists)
+        slots = block_slots(1, lists)
+        if tile >= gl.num_programs(0):
+            mbarrier.wait(of_q[1].index(0), parity)
+            parity ^= 1
+            copy_queries(tile, queries, q_smem, of_q[0], work)
+        if (window_length < window_width) | (entry_length < entry_width):
+            lists, blocks = lists_of_split(rows, window_length, entry_length, split, work)
+            first_slots = block_slots(0, lists)
+            slots = block_slots(1, lists)
+        pools = (window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, lists[4])
+        bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
+                   ENTRIES_PER_PAGE)  # fmt: skip
+        n += blocks
+
+
+@gluon.jit
+def lists_of_split(rows, window_length, entry_length, split, work):
+    """Both lists as if slot 0 of either were the first of all blocks of a split, none reaching beyond its last; and its blocks."""
+    window_blocks = (window_length + 63) // 64
+    first, blocks = split_range(split, window_blocks + (entry_length + 63) // 64, work)
+    window_blocks = window_blocks - first
     window_end = gl.minimum(window_length - first * 64, blocks * 64)
     entry_end = gl.minimum(entry_length + window_blocks * 64, blocks * 64)
-    lists = (window_row + first * 64, window_end, entry_row - window_blocks * 64, entry_end, window_blocks)
-    pools = (window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks)
-    where = locate(0, block_slots(0, lists), pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-    slots = block_slots(1, lists)
+    return (rows[0] + first * 64, window_end, rows[1] - window_blocks * 64, entry_end, window_blocks), blocks
+
+
+@gluon.jit
+def copy_queries(tile, queries, q_smem, q_full, work):
+    """Begin to copy a tile's queries to shared memory."""
+    token, _, first_head = place(tile, work)
+    q, q_stride_t, q_stride_h = queries
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
+    # Volatile: what depends on it is computed here, and not kept in registers through the loop over tiles.
+    rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
+    q_rows = q + token.to(gl.int64) * q_stride_t + (first_head + rows).to(gl.int64) * q_stride_h
+    for side in gl.static_range(2):
+        columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
+        pointers = gl.expand_dims(q_rows, 1) + gl.expand_dims(columns, 0)
+        mask = gl.expand_dims(rows < work[2] - first_head, 1)
+        async_copy.async_copy_global_to_shared(q_smem.slice(side * HALF, HALF, dim=1), pointers, mask=mask)
+    async_copy.mbarrier_arrive(q_full.index(0))
+    mbarrier.arrive(q_full.index(0))
+
+
+@gluon.jit
+def bring_tile(
+    n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right,
+    WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
+):  # fmt: skip
+    window_blocks = lists[4]
+    where = locate(0, n, first_slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
     left_full, left_empty = of_left
     right_full, right_empty = of_right
     if WINDOW.grid is None:
         for block in range(blocks):
-            half = block % 2
-            phase = block // 2 % 2 ^ 1
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2 ^ 1
             mbarrier.wait(left_empty.index(half), phase)
             copy_half(0, where, left.index(half))
             async_copy.mbarrier_arrive(left_full.index(half))
             mbarrier.wait(right_empty.index(half), phase)
             copy_half(1, where, right.index(half))
             async_copy.mbarrier_arrive(right_full.index(half))
-            where = locate(block + 1, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             slots = block_slots(block + 2, lists)
             mbarrier.arrive(left_full.index(half))
             mbarrier.arrive(right_full.index(half))
@@ -436,13 +533,13 @@ def bring_blocks(
         right_codes, right_scales = load_half(1, where, nothing, WINDOW, ENTRIES)
         never = gl.program_id(1)
         for block in range(blocks):
-            half = block % 2
-            phase = block // 2 % 2 ^ 1
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2 ^ 1
             in_window = block < window_blocks
             mbarrier.wait(left_empty.index(half), phase)
             convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(left_full.index(half))
-            where = locate(block + 1, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             left_codes, left_scales = load_half(0, where, (right_scales[0] & never) * 16, WINDOW, ENTRIES)
             mbarrier.wait(right_empty.index(half), phase)
             convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
@@ -463,7 +560,7 @@ def block_slots(block, lists):
 
 @gluon.jit
 def locate(
-    block, slots, pools, bias, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
+    block, n, slots, pools, bias, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Where records lie, how far from there their scales, and whether they are of the window.
@@ -471,7 +568,7 @@ def locate(
     What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
     after next comes to shared memory.
     """
-    bias.index(block % 4).store(gl.where(slots >= 0, 0.0, float("-inf")))
+    bias.index((n + block) % 4).store(gl.where(slots >= 0, 0.0, float("-inf")))
     window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
     in_window = block < window_blocks
     slot = gl.maximum(slots, 0)
@@ -709,11 +806,11 @@ def aot_cases() -> list[AotCase]:
     pointers |= dict.fromkeys(("sink", "lse", "partial_out", "partial_lse"), "*fp32")
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h", "H")
-    signature = pointers | dict.fromkeys((*aligned[len(pointers) :], "count", "split_blocks"), "i32") | {"scale_log2": "fp32"}
+    signature = pointers | dict.fromkeys((*aligned[len(pointers) :], "window_width", "entry_width", "tiles", "count", "split_blocks"), "i32") | {"scale_log2": "fp32"}
 
     def attend(pair: tuple[str, str], count: int) -> AotCase:
         window, entries = layouts.get(pair[0]), layouts.get(pair[1])
-        constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "PARTIAL": count > 1}
+        constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "PARTIAL": count > 1, "HEAD_BLOCKS": 1}
         constants |= {"WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
         constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
         name = f"sparse_attention gluon {'+'.join(pair)} splits {count}"
