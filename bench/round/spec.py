@@ -805,8 +805,8 @@ def aot_cases() -> list[AotCase]:
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
     pointers |= dict.fromkeys(("sink", "lse", "partial_out", "partial_lse"), "*fp32")
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
-    aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h", "H")
-    signature = pointers | dict.fromkeys((*aligned[len(pointers) :], "window_width", "entry_width", "tiles", "count", "split_blocks"), "i32") | {"scale_log2": "fp32"}
+    aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
+    signature = pointers | dict.fromkeys((*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks"), "i32") | {"scale_log2": "fp32"}
 
     def attend(pair: tuple[str, str], count: int) -> AotCase:
         window, entries = layouts.get(pair[0]), layouts.get(pair[1])

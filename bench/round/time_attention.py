@@ -1,4 +1,7 @@
-import sys, importlib, torch, types
+import importlib
+import importlib.util
+import sys
+import torch
 sys.path[:0] = ["bench/ops", "bench/round", "src", "."]
 import bench_sparse_attention as b
 from timing import median_us
@@ -20,7 +23,9 @@ TASKS = [(Row(4096, 64, 512), V4), (Row(64, 128, 512), V4), (Row(1, 64, 512), V4
          (Row(1, 64, 512), FP4), (Row(64, 64, 512), FP4), (Row(128, 64, 512), FP4), (Row(16, 128, 1024), V4), (Row(64, 128, 1024), V4),
          (Row(1, 64, 8192), V4), (Row(16, 64, 8192), V4), (Row(64, 64, 8192), V4), (Row(64, 64, 8192), FP4)]
 compile_only = sys.argv[1] == "compile"
-import importlib.util
+ONLY_V4 = ("base", "halves")
+if compile_only:
+    TASKS = [t for t in TASKS if "+".join(t[1]) == sys.argv[3]]
 library = importlib.import_module("flash_mla") if importlib.util.find_spec("flash_mla") and not compile_only else None
 def inputs_of(row, pair):
     moved = row.tokens * (128 + row.extra) * 584
@@ -30,7 +35,7 @@ for row, pair in TASKS:
     inputs = inputs_of(row, pair)
     line = [f"{'+'.join(pair):12} {row.tokens:5} {row.heads:4} {row.extra:5}"]
     for name, m in MODS.items():
-        if name == "spec4" and pair != FP4: continue
+        if name == "spec4" and pair != FP4 or name in ONLY_V4 and pair != V4: continue
         try:
             if compile_only:
                 m.sparse_attention(*inputs[0]); torch.cuda.synchronize(); continue
