@@ -352,7 +352,9 @@ def weigh_and_add(
         lse = to[3] + part * work[2] + first_head
         gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=rows < work[2] - first_head)
         if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-            store_half(0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, part, first_head, work[2], PARTIAL)
+            store_half(
+                0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, part, first_head, work[2], PARTIAL
+            )
 
 
 @gluon.jit
@@ -621,7 +623,8 @@ def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
     NARROW: gl.constexpr = code_layout(2, gl.num_warps())
     words = where[0].to(gl.pointer_type(gl.int32)) + SIDE * (32 if LAYOUT.name == "v41_fp4" else 64)
     if LAYOUT.name == "v41_fp4":
-        pair = gl.join(load_words(words, after, NARROW), load_words(words + 16, after, NARROW))
+        # In the order of their registers, so that they are where the codes of another layout would be without being moved.
+        pair = gl.join(load_words(words, after, NARROW), load_words(words + 16, after, NARROW)).permute((0, 1, 3, 2))
         return gl.convert_layout(gl.reshape(pair, [64, 8, 4]), WIDE), gl.zeros([64, 8, 4], gl.int32, WIDE)
     elif LAYOUT.name == "v4" and SIDE == 1:
         last = load_words(words + 32, after, NARROW), load_words(words + 48, after, WIDE)
@@ -691,7 +694,7 @@ def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr)
         store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 2, WIDE)), keys, 0)
         store_words(convert_e4m3(codes[1], pick_scale(scales[1], 0, 2, WIDE)), keys, 1)
     else:
-        first, second = gl.split(gl.reshape(codes[0], [64, 8, 2, 2]))
+        first, second = gl.split(gl.reshape(codes[0], [64, 8, 2, 2]).permute((0, 1, 3, 2)))
         store_words(convert_e2m1(gl.convert_layout(first, NARROW), pick_scale(scales[0], 0, 1, NARROW)), keys, 0)
         store_words(convert_e2m1(gl.convert_layout(second, NARROW), pick_scale(scales[1], 0, 1, NARROW)), keys, 1)
 
@@ -806,7 +809,11 @@ def aot_cases() -> list[AotCase]:
     pointers |= dict.fromkeys(("sink", "lse", "partial_out", "partial_lse"), "*fp32")
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
-    signature = pointers | dict.fromkeys((*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks"), "i32") | {"scale_log2": "fp32"}
+    signature = (
+        pointers
+        | dict.fromkeys((*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks"), "i32")
+        | {"scale_log2": "fp32"}
+    )
 
     def attend(pair: tuple[str, str], count: int) -> AotCase:
         window, entries = layouts.get(pair[0]), layouts.get(pair[1])
