@@ -1,3 +1,4 @@
+# ruff: noqa
 import importlib
 import importlib.util
 import sys

@@ -627,19 +627,24 @@ def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
         pair = gl.join(load_words(words, after, NARROW), load_words(words + 16, after, NARROW)).permute((0, 1, 3, 2))
         return gl.convert_layout(gl.reshape(pair, [64, 8, 4]), WIDE), gl.zeros([64, 8, 4], gl.int32, WIDE)
     elif LAYOUT.name == "v4" and SIDE == 1:
-        last = load_words(words + 32, after, NARROW), load_words(words + 48, after, WIDE)
+        last = load_words(words + 32, after, NARROW, True), load_words(words + 48, after, WIDE, True)
         return load_words(words, after, WIDE), last
     else:
         return load_words(words, after, WIDE), load_words(words + 32, after, WIDE)
 
 
 @gluon.jit
-def load_words(data, after, LAYOUT: gl.constexpr):
-    """Bytes of each key from `data` on: int32 [64, 8, words], 8 threads of a row."""
+def load_words(data, after, LAYOUT: gl.constexpr, TURNED: gl.constexpr = False):
+    """Bytes of each key from `data` on: int32 [64, 8, words], 8 threads of a row.
+
+    TURNED: in the order 0, 2, 4, 6, 1, 3, 5, 7 (see `turn_back`).
+    """
     WORDS: gl.constexpr = LAYOUT.shape[2]
     data = gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
     v = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
     w = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
+    if TURNED:
+        v = v * 2 % 8 + v // 4
     after = gl.expand_dims(gl.convert_layout(after, gl.SliceLayout(2, LAYOUT), assert_trivial=True), 2)
     return gl.load(gl.expand_dims(gl.expand_dims(data, 1), 2) + (v * WORDS + after + w))
 
@@ -688,7 +693,7 @@ def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr)
             values = convert_e4m3(codes[1], pick_scale(scales[0], 2, 4, WIDE))
         else:
             values = convert_e4m3(codes[1][0], pick_scale(scales[0], 2, 8, NARROW))
-            values = gl.join(gl.reshape(values, [64, 32]), gl.reshape(codes[1][1], [64, 32])).permute((0, 2, 1))
+            values = gl.join(turn_back(values), turn_back(codes[1][1])).permute((0, 2, 1))
         store_words(values, keys, 1)
     elif LAYOUT.name == "v41":
         store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 2, WIDE)), keys, 0)
@@ -697,6 +702,12 @@ def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr)
         first, second = gl.split(gl.reshape(codes[0], [64, 8, 2, 2]).permute((0, 1, 3, 2)))
         store_words(convert_e2m1(gl.convert_layout(first, NARROW), pick_scale(scales[0], 0, 1, NARROW)), keys, 0)
         store_words(convert_e2m1(gl.convert_layout(second, NARROW), pick_scale(scales[1], 0, 1, NARROW)), keys, 1)
+
+
+@gluon.jit
+def turn_back(values):
+    """int32 [64, 8, ...], 16 bytes of each thread in a turned order, to [64, 32]: four neighbours write to every other bank."""
+    return gl.reshape(gl.reshape(values, [64, 2, 4, 4]).permute((0, 2, 1, 3)), [64, 32])
 
 
 @gluon.jit
