@@ -138,14 +138,16 @@ SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 SHARED_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
-@gluon.constexpr_function
-def row_layout(bits):
-    """Threads of one half of the output [64, 256]: 16 bytes each, of the rows that they have in `OUTPUT`."""
-    columns = [[0, 1 << i] for i in range(8)]
-    of_thread = 3 if bits == 16 else 2
-    lanes = [*columns[of_thread : of_thread + 2], [1, 0], [2, 0], [4, 0]]
-    registers = [*columns[:of_thread], [8, 0], *columns[of_thread + 2 :]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 256])
+# Threads of one half of the output in bf16: 16 bytes each, of the rows that they have in `OUTPUT`.
+OUTPUT_ROWS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, HEAD_DIM // 2],
+    )
+)
 
 
 @gluon.constexpr_function
@@ -427,10 +429,10 @@ def add_right(
 
 @gluon.jit
 def store_half(SIDE: gl.constexpr, acc, factor, to, token, part, first_head, H, PARTIAL: gl.constexpr):
-    """Write one half of the output: whole sectors, after an exchange among the four threads of a row."""
+    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 in bf16."""
     out, out_stride_t, out_stride_h, _ = to
     TYPE: gl.constexpr = out.dtype.element_ty
-    ROWS: gl.constexpr = row_layout(TYPE.primitive_bitwidth)
+    ROWS: gl.constexpr = OUTPUT_ROWS if TYPE.primitive_bitwidth == 16 else OUTPUT
     if PARTIAL:
         out_row = out + (part * H + first_head) * out_stride_h
     else:

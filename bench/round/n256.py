@@ -1,0 +1,838 @@
+"""Sparse attention in Gluon for Hopper: warps that bring records beside warps that weigh them and add them up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from abyssal.kv import layouts
+from abyssal.kv.layouts import Layout
+from abyssal.ops._aot import HOPPER, AotCase
+from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys
+from abyssal.ops.sparse_attention.triton import LOG2_E, best_split, combine, fixed_splits, multiprocessors, new_partial
+
+BLOCK_HEADS = 64  # rows of one wgmma
+BLOCK_KEYS = 64
+NUM_WARPS = 4  # of the role that weighs; four more add the right half
+ADD_REGISTERS = 160
+BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Splits of one launch; the tile sizes are fixed."""
+
+    splits: Splits
+
+
+def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, batch_invariant: bool = False) -> LaunchConfig:
+    """As for the portable kernel, with blocks of 64 heads and 64 keys."""
+    blocks = sum(-(-keys // BLOCK_KEYS) for keys in max_keys)
+    if batch_invariant:
+        return LaunchConfig(fixed_splits(blocks))
+    return LaunchConfig(Splits(best_split(tokens * -(-heads // BLOCK_HEADS), blocks, sms), None))
+
+
+def bringing_warps(window: Layout, entries: Layout) -> int:
+    """Warps that bring records: eight where they are widened; bf16 is copied a little faster by four."""
+    return 4 if window.grid is None else 8
+
+
+def sparse_attention(
+    q: Tensor,
+    window: KeyList,
+    entries: KeyList | None,
+    sink: Tensor,
+    scale: float,
+    *,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+    config: LaunchConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `sparse_attention.triton.sparse_attention`, on sm_90."""
+    check(q, window, entries, sink)
+    tokens, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    if tokens == 0:
+        return out, lse
+    entries = empty_keys(tokens, window) if entries is None else entries
+    if config is None:
+        widths = (window.slots.shape[1], entries.slots.shape[1])
+        config = launch_config(tokens, heads, widths, multiprocessors(q.device), batch_invariant)
+    splits = config.splits
+    partial = new_partial(q, splits.count)
+    tiles = tokens * splits.count * -(-heads // BLOCK_HEADS)
+    attend_kernel[(min(tiles, multiprocessors(q.device)),)](
+        q,
+        q.stride(0),
+        q.stride(1),
+        *_key_arguments(window),
+        *_key_arguments(entries),
+        no_record(q.device),
+        sink,
+        scale * LOG2_E,
+        out,
+        out.stride(0),
+        out.stride(1),
+        lse,
+        partial.out,
+        partial.lse,
+        heads,
+        tiles,
+        splits.count,
+        splits.blocks or 0,
+        D=HEAD_DIM,
+        WINDOW=window.records.layout,
+        ENTRIES=entries.records.layout,
+        WINDOW_PER_PAGE=window.records.entries_per_page,
+        ENTRIES_PER_PAGE=entries.records.entries_per_page,
+        HEAD_BLOCKS=-(-heads // BLOCK_HEADS),
+        PARTIAL=splits.count > 1,
+        ADD_REGISTERS=ADD_REGISTERS,
+        **_bring_constants(window.records.layout, entries.records.layout),
+        num_warps=NUM_WARPS,
+        launch_pdl=True,
+    )
+    if splits.count > 1:
+        combine(partial, splits, sink, out, lse)
+    return out, lse
+
+
+@cache
+def no_record(device: torch.device) -> Tensor:
+    """A record of zeros, which kernels read in place of those that do not exist."""
+    return torch.zeros(max(layouts.get(name).data_bytes for pair in PAIRS for name in pair), dtype=torch.uint8, device=device)
+
+
+def _bring_constants(window: Layout, entries: Layout) -> dict[str, int]:
+    warps = bringing_warps(window, entries)
+    return {"BRING_WARPS": warps, "BRING_REGISTERS": BRING_REGISTERS[warps]}
+
+
+def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor]:
+    return keys.records.pages, keys.records.pages.stride(0), keys.slots, keys.slots.stride(0), keys.slots.shape[1], keys.lengths
+
+
+# Lanes of a part of a block's codes [64 keys, threads of a row, words]. Eight in turn hold four threads of two neighbouring rows, so
+# that their 16-byte stores fall into different banks of swizzled rows.
+LANES = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [0, 4, 0], [2, 0, 0]]
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
+SHARED_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.constexpr_function
+def row_layout(bits):
+    """Threads of one half of the output [64, 256]: 16 bytes each, of the rows that they have in `OUTPUT`."""
+    columns = [[0, 1 << i] for i in range(8)]
+    of_thread = 3 if bits == 16 else 2
+    lanes = [*columns[of_thread : of_thread + 2], [1, 0], [2, 0], [4, 0]]
+    registers = [*columns[:of_thread], [8, 0], *columns[of_thread + 2 :]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 256])
+
+
+@gluon.constexpr_function
+def code_layout(words, num_warps):
+    """Threads of a part of a block's codes: a row's 8 threads move 128 bytes (4 words each) or 64 (2 words)."""
+    rows = [[4, 0, 0], [8, 0, 0], [16, 0, 0], [32, 0, 0]]
+    of_warps = num_warps.bit_length() - 1
+    of_thread = [[0, 0, 1], [0, 0, 2]][: words // 2] + rows[of_warps:]
+    return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [64, 8, words])
+
+
+@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
+def attend_kernel(
+    q,
+    q_stride_t,
+    q_stride_h,
+    window_pages,
+    window_page_stride,
+    window_slots,
+    window_slots_stride,
+    window_width,
+    window_lengths,
+    entry_pages,
+    entry_page_stride,
+    entry_slots,
+    entry_slots_stride,
+    entry_width,
+    entry_lengths,
+    zeros,
+    sink,
+    scale_log2,
+    out,
+    out_stride_t,
+    out_stride_h,
+    lse,
+    partial_out,
+    partial_lse,
+    H,
+    tiles,
+    count,
+    split_blocks,
+    D: gl.constexpr,
+    WINDOW: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    WINDOW_PER_PAGE: gl.constexpr,
+    ENTRIES_PER_PAGE: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr,
+    PARTIAL: gl.constexpr,
+    ADD_REGISTERS: gl.constexpr,
+    BRING_WARPS: gl.constexpr,
+    BRING_REGISTERS: gl.constexpr,
+):
+    """Tiles of one block of heads of one token over one split of its key blocks, as `attend_kernel` in Triton.
+
+    Three roles run side by side: BRING_WARPS warps bring records to shared memory as bf16, four turn them into weights and add weighted
+    records to the left half of the output, four add to the right half. Two blocks of keys and of weights are on their way at a time.
+    The halves of a block of keys lie in shared memory of their own: stores to one need no barrier between them and stores to the other.
+    """
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
+    left = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HALF], SHARED)
+    right = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HALF], SHARED)
+    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
+    bias = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
+    factors = gl.allocate_shared_memory(gl.float32, [3, 64], SHARED_ROW)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    left_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    left_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    right_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    right_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    end_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    end_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full.index(0), count=1)
+    mbarrier.init(q_empty.index(0), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(left_full.index(i), count=1)
+        mbarrier.init(left_empty.index(i), count=1)
+        mbarrier.init(right_full.index(i), count=1)
+        mbarrier.init(right_empty.index(i), count=1)
+        mbarrier.init(p_full.index(i), count=1)
+    mbarrier.init(end_full.index(0), count=1)
+    mbarrier.init(end_empty.index(0), count=1)
+    fence_async_shared()
+    gdc_wait()  # launched while the kernel before may still run
+
+    gdc_launch_dependents()  # what follows waits for this kernel's end by itself
+    work = (window_lengths, entry_lengths, H, tiles, count, split_blocks, HEAD_BLOCKS, PARTIAL)
+    to = (out, out_stride_t, out_stride_h, lse)
+    if PARTIAL:
+        to = (partial_out, 0, D, partial_lse)
+    gl.warp_specialize(
+        [
+            (
+                weigh_and_add,
+                (work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, q_full, q_empty, left_full, left_empty,
+                 right_full, p_full, end_full, end_empty, PARTIAL),
+            ),
+            (
+                add_right,
+                (work, to, (q, q_stride_t, q_stride_h), q_smem, q_full, right, p_smem, factors, right_full, right_empty, p_full, end_full, end_empty, PARTIAL),
+            ),
+            (
+                bring_blocks,
+                (work, (q, q_stride_t, q_stride_h), window_slots, window_slots_stride, window_width, window_pages, window_page_stride,
+                 entry_slots, entry_slots_stride, entry_width, entry_pages, entry_page_stride, zeros, q_smem, left, right, bias, (q_full, q_empty),
+                 (left_full, left_empty), (right_full, right_empty), WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE),
+            ),
+        ],
+        [4, BRING_WARPS],
+        [ADD_REGISTERS, BRING_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def place(tile, work):
+    """Token, split and first head of a tile."""
+    HEAD_BLOCKS: gl.constexpr = work[6]
+    token = tile // HEAD_BLOCKS
+    split = token * 0
+    if work[7]:
+        token = token // work[4]
+        split = tile // HEAD_BLOCKS - token * work[4]
+    return token, split, tile % HEAD_BLOCKS * 64
+
+
+@gluon.jit
+def split_range(split, blocks, work):
+    """First block of a split, and how many: a fixed number each, or evenly (`split_blocks` 0)."""
+    first, mine = blocks * 0, blocks
+    if work[7]:
+        each = blocks // work[4]
+        more = blocks - each * work[4]
+        first = split * each + gl.minimum(split, more)
+        mine = gl.where(split < more, each + 1, each)
+        if work[5] > 0:
+            first = split * work[5]
+            mine = gl.minimum(gl.maximum(blocks - first, 0), work[5])
+    return first, mine
+
+
+@gluon.jit
+def blocks_of_split(token, split, work):
+    return split_range(split, (gl.load(work[0] + token) + 63) // 64 + (gl.load(work[1] + token) + 63) // 64, work)[1]
+
+
+@gluon.jit
+def weigh_and_add(
+    work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, q_full, q_empty, left_full, left_empty, right_full, p_full,
+    end_full, end_empty, PARTIAL: gl.constexpr,
+):  # fmt: skip
+    """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    n = 0  # blocks of earlier tiles
+    parity = 0
+    for tile in range(gl.program_id(0), work[3], gl.num_programs(0)):
+        token, split, first_head = place(tile, work)
+        blocks = blocks_of_split(token, split, work)
+        top = gl.full([64], float("-inf"), gl.float32, ROWS)
+        total = gl.zeros([64], gl.float32, ROWS)
+        acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
+        mbarrier.wait(q_full.index(0), parity)
+        if blocks > 0:
+            mbarrier.wait(left_full.index(n % 2), n // 2 % 2)
+            scores = multiply_left(q_smem, left.index(n % 2))
+            mbarrier.wait(right_full.index(n % 2), n // 2 % 2)
+            scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n % 2), scores)])
+            _, top, total = soften(scores, n, top, total, scale_log2, p_smem, bias, factors, p_full)
+            for block in range(n, n + blocks - 1):
+                half = block % 2
+                phase = (block + 1) // 2 % 2
+                acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
+                mbarrier.wait(left_full.index(1 - half), phase)
+                scores = multiply_left(q_smem, left.index(1 - half))
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                mbarrier.arrive(left_empty.index(half))
+                mbarrier.wait(right_full.index(1 - half), phase)
+                scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
+                keep, top, total = soften(scores, block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
+                acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
+            n += blocks
+            half = (n - 1) % 2
+            mbarrier.arrive(q_empty.index(0))
+            acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(left_empty.index(half))
+        else:
+            mbarrier.arrive(q_empty.index(0))
+
+        b_lse = top + gl.log2(total)  # -inf without keys
+        factor = 1.0 / gl.where(total > 0, total, 1.0)
+        rows = gl.arange(0, 64, layout=ROWS)
+        if not PARTIAL:
+            b_sink = gl.load(sink + first_head + rows, mask=rows < work[2] - first_head, other=0.0)
+            share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
+            factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
+        mbarrier.wait(end_empty.index(0), parity ^ 1)
+        factors.index(2).store(factor)
+        mbarrier.arrive(end_full.index(0))
+        parity ^= 1
+        part = token.to(gl.int64)
+        if PARTIAL:
+            part = part * work[4] + split
+        lse = to[3] + part * work[2] + first_head
+        gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=rows < work[2] - first_head)
+        if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
+            store_half(
+                0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, part, first_head, work[2], PARTIAL
+            )
+
+
+@gluon.jit
+def multiply_left(q_smem, left):
+    """Begin the scores of a block, before scaling, with the left halves of queries and records.
+
+    Who brings records has loads of the next block on their way and must not wait for them, as a fence would; so the readers fence.
+    """
+    fence_async_shared()
+    scores = gl.zeros([64, 64], gl.float32, SCORES)
+    return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_right(q_smem, right, scores):
+    fence_async_shared()
+    return warpgroup_mma(q_smem.slice(HALF, HALF, dim=1), right.permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full):
+    """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sum."""
+    half = block % 2
+    scores = scores * scale_log2 + gl.expand_dims(bias.index(block % 4).load(gl.SliceLayout(0, SCORES)), 0)
+    new_top = gl.maximum(top, gl.max(scores, axis=1))
+    base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
+    weights = gl.exp2(scores - gl.expand_dims(base, 1))
+    keep = gl.exp2(top - base)
+    p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
+    factors.index(half).store(keep)
+    fence_async_shared()
+    mbarrier.arrive(p_full.index(half))
+    return keep, new_top, total * keep + gl.sum(weights, axis=1)
+
+
+@gluon.jit
+def add_right(
+    work, to, queries, q_smem, q_full, right, p_smem, factors, right_full, right_empty, p_full, end_full, end_empty, PARTIAL: gl.constexpr,
+):  # fmt: skip
+    """Add weights times records to the right half of the output; bring the first tile's queries, as there is nothing to add yet."""
+    n = 0  # blocks of earlier tiles
+    parity = 0
+    copy_queries(gl.program_id(0), queries, q_smem, q_full, work)
+    for tile in range(gl.program_id(0), work[3], gl.num_programs(0)):
+        token, split, first_head = place(tile, work)
+        blocks = blocks_of_split(token, split, work)
+        acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
+        for block in range(n, n + blocks):
+            half = block % 2
+            phase = block // 2 % 2
+            mbarrier.wait(right_full.index(half), phase)
+            mbarrier.wait(p_full.index(half), phase)
+            fence_async_shared()
+            acc = acc * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
+            acc = warpgroup_mma(p_smem.index(half), right.index(half), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(right_empty.index(half))
+        n += blocks
+
+        mbarrier.wait(end_full.index(0), parity)
+        factor = factors.index(2).load(gl.SliceLayout(1, OUTPUT))
+        mbarrier.arrive(end_empty.index(0))
+        parity ^= 1
+        part = token.to(gl.int64)
+        if PARTIAL:
+            part = part * work[4] + split
+        if not PARTIAL or blocks > 0:
+            store_half(1, acc, factor, to, token, part, first_head, work[2], PARTIAL)
+
+
+@gluon.jit
+def store_half(SIDE: gl.constexpr, acc, factor, to, token, part, first_head, H, PARTIAL: gl.constexpr):
+    """Write one half of the output: whole sectors, after an exchange among the four threads of a row."""
+    out, out_stride_t, out_stride_h, _ = to
+    TYPE: gl.constexpr = out.dtype.element_ty
+    ROWS: gl.constexpr = row_layout(TYPE.primitive_bitwidth)
+    if PARTIAL:
+        out_row = out + (part * H + first_head) * out_stride_h
+    else:
+        out_row = out + token.to(gl.int64) * out_stride_t + first_head.to(gl.int64) * out_stride_h
+    values = gl.convert_layout((acc * gl.expand_dims(factor, 1)).to(TYPE), ROWS)
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
+    columns = gl.expand_dims(SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS)), 0)
+    gl.store(gl.expand_dims(out_row + rows * out_stride_h, 1) + columns, values, mask=gl.expand_dims(rows < H - first_head, 1))
+
+
+@gluon.jit
+def bring_blocks(
+    work, queries, window_slots, window_slots_stride, window_width, window_pages, window_page_stride, entry_slots, entry_slots_stride,
+    entry_width, entry_pages, entry_page_stride, zeros, q_smem, left, right, bias, of_q, of_left, of_right,
+    WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
+):  # fmt: skip
+    """Bring queries, and the records of both lists as bf16, block by block, to shared memory.
+
+    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them.
+    """
+    n = 0  # blocks of earlier tiles
+    parity = 0
+    for tile in range(gl.program_id(0), work[3], gl.num_programs(0)):
+        token, split, _ = place(tile, work)
+        rows = window_slots + token.to(gl.int64) * window_slots_stride, entry_slots + token.to(gl.int64) * entry_slots_stride
+        window_length = gl.load(work[0] + token)
+        entry_length = gl.load(work[1] + token)
+        # Most lists are full: their slots need not wait for the lengths.
+        lists, blocks = lists_of_split(rows, window_width, entry_width, split, work)
+        first_slots = block_slots(0, lists)
+        slots = block_slots(1, lists)
+        if tile >= gl.num_programs(0):
+            mbarrier.wait(of_q[1].index(0), parity)
+            parity ^= 1
+            copy_queries(tile, queries, q_smem, of_q[0], work)
+        if (window_length < window_width) | (entry_length < entry_width):
+            lists, blocks = lists_of_split(rows, window_length, entry_length, split, work)
+            first_slots = block_slots(0, lists)
+            slots = block_slots(1, lists)
+        pools = (window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, lists[4])
+        bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
+                   ENTRIES_PER_PAGE)  # fmt: skip
+        n += blocks
+
+
+@gluon.jit
+def lists_of_split(rows, window_length, entry_length, split, work):
+    """Both lists as if slot 0 of either were the first of all blocks of a split, none reaching beyond its last; and its blocks."""
+    window_blocks = (window_length + 63) // 64
+    first, blocks = split_range(split, window_blocks + (entry_length + 63) // 64, work)
+    window_blocks = window_blocks - first
+    window_end = gl.minimum(window_length - first * 64, blocks * 64)
+    entry_end = gl.minimum(entry_length + window_blocks * 64, blocks * 64)
+    return (rows[0] + first * 64, window_end, rows[1] - window_blocks * 64, entry_end, window_blocks), blocks
+
+
+@gluon.jit
+def copy_queries(tile, queries, q_smem, q_full, work):
+    """Begin to copy a tile's queries to shared memory."""
+    token, _, first_head = place(tile, work)
+    q, q_stride_t, q_stride_h = queries
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
+    # Volatile: what depends on it is computed here, and not kept in registers through the loop over tiles.
+    rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
+    q_rows = q + token.to(gl.int64) * q_stride_t + (first_head + rows).to(gl.int64) * q_stride_h
+    for side in gl.static_range(2):
+        columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
+        pointers = gl.expand_dims(q_rows, 1) + gl.expand_dims(columns, 0)
+        mask = gl.expand_dims(rows < work[2] - first_head, 1)
+        async_copy.async_copy_global_to_shared(q_smem.slice(side * HALF, HALF, dim=1), pointers, mask=mask)
+    async_copy.mbarrier_arrive(q_full.index(0))
+    mbarrier.arrive(q_full.index(0))
+
+
+@gluon.jit
+def bring_tile(
+    n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right,
+    WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
+):  # fmt: skip
+    window_blocks = lists[4]
+    where = locate(0, n, first_slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    left_full, left_empty = of_left
+    right_full, right_empty = of_right
+    if WINDOW.grid is None:
+        for block in range(blocks):
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2 ^ 1
+            mbarrier.wait(left_empty.index(half), phase)
+            copy_half(0, where, left.index(half))
+            async_copy.mbarrier_arrive(left_full.index(half))
+            mbarrier.wait(right_empty.index(half), phase)
+            copy_half(1, where, right.index(half))
+            async_copy.mbarrier_arrive(right_full.index(half))
+            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            slots = block_slots(block + 2, lists)
+            mbarrier.arrive(left_full.index(half))
+            mbarrier.arrive(right_full.index(half))
+    else:
+        nothing = gl.zeros([64, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps())))
+        left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
+        right_codes, right_scales = load_half(1, where, nothing, WINDOW, ENTRIES)
+        never = gl.program_id(1)
+        for block in range(blocks):
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2 ^ 1
+            in_window = block < window_blocks
+            mbarrier.wait(left_empty.index(half), phase)
+            convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
+            mbarrier.arrive(left_full.index(half))
+            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            left_codes, left_scales = load_half(0, where, (right_scales[0] & never) * 16, WINDOW, ENTRIES)
+            mbarrier.wait(right_empty.index(half), phase)
+            convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
+            mbarrier.arrive(right_full.index(half))
+            right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
+            slots = block_slots(block + 2, lists)
+
+
+@gluon.jit
+def block_slots(block, lists):
+    """Slots of a block [64], -1 beyond its list's end."""
+    window_row, window_end, entry_row, entry_end, window_blocks = lists
+    in_window = block < window_blocks
+    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps())))  # one value per key
+    n = block * 64 + gl.arange(0, 64, layout=KEYS)
+    return gl.load((window_row if in_window else entry_row) + n, mask=n < (window_end if in_window else entry_end), other=-1)
+
+
+@gluon.jit
+def locate(
+    block, n, slots, pools, bias, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
+    ENTRIES_PER_PAGE: gl.constexpr,
+):  # fmt: skip
+    """Where records lie, how far from there their scales, and whether they are of the window.
+
+    What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
+    after next comes to shared memory.
+    """
+    bias.index((n + block) % 4).store(gl.where(slots >= 0, 0.0, float("-inf")))
+    window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
+    in_window = block < window_blocks
+    slot = gl.maximum(slots, 0)
+    if WINDOW_PER_PAGE == ENTRIES_PER_PAGE:
+        page, row = slot // WINDOW_PER_PAGE, slot % WINDOW_PER_PAGE
+    else:
+        page = gl.where(in_window, slot // WINDOW_PER_PAGE, slot // ENTRIES_PER_PAGE)
+        row = gl.where(in_window, slot % WINDOW_PER_PAGE, slot % ENTRIES_PER_PAGE)
+    data_bytes = WINDOW.data_bytes if in_window else ENTRIES.data_bytes
+    scale_bytes = WINDOW.scale_bytes if in_window else ENTRIES.scale_bytes
+    all_data = WINDOW_PER_PAGE * WINDOW.data_bytes if in_window else ENTRIES_PER_PAGE * ENTRIES.data_bytes
+    pages = window_pages if in_window else entry_pages
+    data = pages + page.to(gl.int64) * (window_page_stride if in_window else entry_page_stride) + row * data_bytes
+    data = gl.where(slots >= 0, data, zeros)
+    return data, gl.where(slots >= 0, all_data - row * (data_bytes - scale_bytes), 0), in_window
+
+
+@gluon.jit
+def copy_half(SIDE: gl.constexpr, where, keys):
+    """Records that are bf16 already go to shared memory without passing registers."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    rows = gl.expand_dims(gl.convert_layout(where[0], gl.SliceLayout(1, COPY)).to(gl.pointer_type(gl.bfloat16)), 1)
+    columns = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
+    async_copy.async_copy_global_to_shared(keys, rows + gl.expand_dims(columns, 0))
+
+
+@gluon.jit
+def load_half(SIDE: gl.constexpr, where, after, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
+    """Codes of both quarters of one half, and their scales; of two layouts of the one that a block has."""
+    if WINDOW.name == ENTRIES.name:
+        return load_codes(SIDE, where, after, WINDOW), load_scales(SIDE, where, after, WINDOW)
+    else:
+        if where[2]:
+            codes = load_codes(SIDE, where, after, WINDOW)
+            first, second = load_scales(SIDE, where, after, WINDOW)
+        else:
+            codes = load_codes(SIDE, where, after, ENTRIES)
+            first, second = load_scales(SIDE, where, after, ENTRIES)
+        return codes, (first, second)
+
+
+@gluon.jit
+def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
+    """Codes of two quarters, int32 [64, 8, 4] each.
+
+    v4: 128 codes of each key, in the last quarter 64 codes [64, 8, 2], and 64 bf16. v41: 128 codes. v41_fp4: all 256 are in the first,
+    of each quarter in two words; the second holds nothing.
+    """
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
+    NARROW: gl.constexpr = code_layout(2, gl.num_warps())
+    words = where[0].to(gl.pointer_type(gl.int32)) + SIDE * (32 if LAYOUT.name == "v41_fp4" else 64)
+    if LAYOUT.name == "v41_fp4":
+        # In the order of their registers, so that they are where the codes of another layout would be without being moved.
+        pair = gl.join(load_words(words, after, NARROW), load_words(words + 16, after, NARROW)).permute((0, 1, 3, 2))
+        return gl.convert_layout(gl.reshape(pair, [64, 8, 4]), WIDE), gl.zeros([64, 8, 4], gl.int32, WIDE)
+    elif LAYOUT.name == "v4" and SIDE == 1:
+        last = load_words(words + 32, after, NARROW, True), load_words(words + 48, after, WIDE, True)
+        return load_words(words, after, WIDE), last
+    else:
+        return load_words(words, after, WIDE), load_words(words + 32, after, WIDE)
+
+
+@gluon.jit
+def load_words(data, after, LAYOUT: gl.constexpr, TURNED: gl.constexpr = False):
+    """Bytes of each key from `data` on: int32 [64, 8, words], 8 threads of a row.
+
+    TURNED: in the order 0, 2, 4, 6, 1, 3, 5, 7 (see `turn_back`).
+    """
+    WORDS: gl.constexpr = LAYOUT.shape[2]
+    data = gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
+    v = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
+    w = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
+    if TURNED:
+        v = v * 2 % 8 + v // 4
+    after = gl.expand_dims(gl.convert_layout(after, gl.SliceLayout(2, LAYOUT), assert_trivial=True), 2)
+    return gl.load(gl.expand_dims(gl.expand_dims(data, 1), 2) + (v * WORDS + after + w))
+
+
+@gluon.jit
+def load_scales(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
+    """Scales of both quarters of one half: two words for each thread, int32 [64, 8]."""
+    scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32))
+    if LAYOUT.name == "v4":  # of a half's four scales
+        word = load_scale_word(scales + SIDE, after, 8)
+        return word, word
+    elif LAYOUT.name == "v41":  # of a quarter's four
+        return load_scale_word(scales + SIDE * 2, after, 8), load_scale_word(scales + (SIDE * 2 + 1), after, 8)
+    else:  # of a quarter's eight
+        gl.static_assert(LAYOUT.name == "v41_fp4")
+        return load_scale_word(scales + SIDE * 4, after, 4), load_scale_word(scales + (SIDE * 4 + 2), after, 4)
+
+
+@gluon.jit
+def load_scale_word(scales, after, THREADS: gl.constexpr):
+    """A word for THREADS threads of a row."""
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
+    v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, WIDE))), 0)
+    return gl.load(gl.expand_dims(scales, 1) + (v // THREADS + after))
+
+
+@gluon.jit
+def convert_half(SIDE: gl.constexpr, codes, scales, in_window, keys, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
+    """Write one half of a block as bf16 into shared memory."""
+    if WINDOW.name == ENTRIES.name:
+        convert_codes(SIDE, codes, scales, keys, WINDOW)
+    else:
+        if in_window:
+            convert_codes(SIDE, codes, scales, keys, WINDOW)
+        else:
+            convert_codes(SIDE, codes, scales, keys, ENTRIES)
+
+
+@gluon.jit
+def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr):
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
+    NARROW: gl.constexpr = code_layout(2, gl.num_warps())
+    if LAYOUT.name == "v4":
+        store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 4, WIDE)), keys, 0)
+        if SIDE == 0:
+            values = convert_e4m3(codes[1], pick_scale(scales[0], 2, 4, WIDE))
+        else:
+            values = convert_e4m3(codes[1][0], pick_scale(scales[0], 2, 8, NARROW))
+            values = gl.join(turn_back(values), turn_back(codes[1][1])).permute((0, 2, 1))
+        store_words(values, keys, 1)
+    elif LAYOUT.name == "v41":
+        store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 2, WIDE)), keys, 0)
+        store_words(convert_e4m3(codes[1], pick_scale(scales[1], 0, 2, WIDE)), keys, 1)
+    else:
+        first, second = gl.split(gl.reshape(codes[0], [64, 8, 2, 2]).permute((0, 1, 3, 2)))
+        store_words(convert_e2m1(gl.convert_layout(first, NARROW), pick_scale(scales[0], 0, 1, NARROW)), keys, 0)
+        store_words(convert_e2m1(gl.convert_layout(second, NARROW), pick_scale(scales[1], 0, 1, NARROW)), keys, 1)
+
+
+@gluon.jit
+def turn_back(values):
+    """int32 [64, 8, ...], 16 bytes of each thread in a turned order, to [64, 32]: four neighbours write to every other bank."""
+    return gl.reshape(gl.reshape(values, [64, 2, 4, 4]).permute((0, 2, 1, 3)), [64, 32])
+
+
+@gluon.jit
+def pick_scale(scales, FIRST: gl.constexpr, THREADS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The scale byte of each thread's codes [64, 8], from byte FIRST of its word on; THREADS share one."""
+    scales = gl.convert_layout(scales, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
+    return (scales >> (FIRST + v // THREADS) % 4 * 8) & 0xFF
+
+
+@gluon.jit
+def store_words(values, keys, SIDE: gl.constexpr):
+    words = keys._reinterpret(gl.int32, [64, 128], SHARED_WORDS)
+    words.slice(SIDE * 64, 64, dim=1).store(gl.reshape(values, [64, 64]))
+
+
+@gluon.jit
+def convert_e4m3(codes, scale):
+    """codes int32 [64, 8, V] of four e4m3 each, scale int32 [64, 8] e8m0 -> words [64, 8, V, 2] of two bf16 each.
+
+    A code's bits moved to bf16's fields are its value times 2^-120; the factor 2^120 comes first, so that no scale overflows. Each
+    code gets 16 bits below copies of its sign; moved by four, a mask leaves one copy in place of the sign.
+    """
+    pair = gl.maximum(scale * 0x00800080, 0x00400040)  # 2^(scale - 127), twice
+    pair = gl.where(scale == 255, 0x7FC07FC0, pair)
+    pair, codes = gl.broadcast(gl.expand_dims(pair, 2), codes)
+    low, high = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c;
+        mov.b32 c, 0x7b807b80;
+        prmt.b32 a, $2, 0, 0x9180;
+        prmt.b32 b, $2, 0, 0xb3a2;
+        mul.lo.u32 a, a, 16;
+        mul.lo.u32 b, b, 16;
+        and.b32 a, a, 0x87f087f0;
+        and.b32 b, b, 0x87f087f0;
+        mul.rn.bf16x2 a, a, c;
+        mul.rn.bf16x2 b, b, c;
+        mul.rn.bf16x2 $0, a, $3;
+        mul.rn.bf16x2 $1, b, $3;
+        }""",
+        "=&r,=&r,r,r",
+        [codes, pair],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return gl.join(low, high)
+
+
+@gluon.jit
+def convert_e2m1(codes, scale):
+    """codes int32 [64, 8, V] of eight e2m1 each, scale int32 [64, 8] e4m3 -> words [64, 8, V, 2, 2] of two bf16 each.
+
+    Both bytes of a magnitude's bf16 are looked up, eight entries by three bits; the sign is bit 3.
+    """
+    scale, codes = gl.broadcast(gl.expand_dims(scale, 2), codes)
+    a, b, c, d = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 m, n, s, h, l, i, k, g, t, f, x;
+        and.b32 t, $5, 0x80;
+        shl.b32 f, $5, 4;
+        and.b32 f, f, 0x7f0;
+        shl.b32 t, t, 8;
+        or.b32 f, f, t;
+        prmt.b32 f, f, f, 0x1010;
+        mov.b32 x, 0x7b807b80;
+        mul.rn.bf16x2 f, f, x;
+        mov.b32 k, 0x3f3f3f00;
+        mov.b32 g, 0x40404040;
+        mov.b32 x, 0xc0804000;
+        mov.b32 l, 0xc0800000;
+        and.b32 m, $4, 0x77777777;
+        shr.u32 n, m, 16;
+        shl.b32 s, $4, 4;
+        prmt.b32 h, k, g, m;
+        prmt.b32 i, l, x, m;
+        prmt.b32 k, k, g, n;
+        prmt.b32 l, l, x, n;
+        prmt.b32 m, i, h, 0x5140;
+        prmt.b32 n, i, h, 0x7362;
+        prmt.b32 i, l, k, 0x5140;
+        prmt.b32 h, l, k, 0x7362;
+        prmt.b32 t, s, $4, 0x4000;
+        lop3.b32 m, t, 0x80008000, m, 0xea;
+        prmt.b32 t, s, $4, 0x5010;
+        lop3.b32 n, t, 0x80008000, n, 0xea;
+        prmt.b32 t, s, $4, 0x6020;
+        lop3.b32 i, t, 0x80008000, i, 0xea;
+        prmt.b32 t, s, $4, 0x7030;
+        lop3.b32 h, t, 0x80008000, h, 0xea;
+        mul.rn.bf16x2 $0, m, f;
+        mul.rn.bf16x2 $1, n, f;
+        mul.rn.bf16x2 $2, i, f;
+        mul.rn.bf16x2 $3, h, f;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r",
+        [codes, scale],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return gl.join(gl.join(a, c), gl.join(b, d))  # in the order a, b, c, d
+
+
+def aot_cases() -> list[AotCase]:
+    """Every pair of layouts, with splits and without."""
+    pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("window_pages", "entry_pages", "zeros"), "*u8")
+    pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
+    pointers |= dict.fromkeys(("sink", "lse", "partial_out", "partial_lse"), "*fp32")
+    numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
+    aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
+    signature = (
+        pointers
+        | dict.fromkeys((*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks"), "i32")
+        | {"scale_log2": "fp32"}
+    )
+
+    def attend(pair: tuple[str, str], count: int) -> AotCase:
+        window, entries = layouts.get(pair[0]), layouts.get(pair[1])
+        constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "PARTIAL": count > 1, "HEAD_BLOCKS": 1}
+        constants |= {"WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
+        constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
+        name = f"sparse_attention gluon {'+'.join(pair)} splits {count}"
+        reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
+        return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
+
+    return [attend(pair, count) for pair in PAIRS for count in (1, 2)]
