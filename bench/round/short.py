@@ -33,9 +33,10 @@ BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Splits of one launch; the tile sizes are fixed."""
+    """Splits of one launch, and its blocks of keys: 64 or 32."""
 
     splits: Splits
+    block_keys: int = 64
 
 
 def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, batch_invariant: bool = False) -> LaunchConfig:
@@ -102,6 +103,7 @@ def sparse_attention(
         ENTRIES_PER_PAGE=entries.records.entries_per_page,
         HEAD_BLOCKS=-(-heads // BLOCK_HEADS),
         PARTIAL=splits.count > 1,
+        BLOCK=config.block_keys,
         ADD_REGISTERS=ADD_REGISTERS,
         **_bring_constants(window.records.layout, entries.records.layout),
         num_warps=NUM_WARPS,
@@ -130,31 +132,37 @@ def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor
 # Lanes of a part of a block's codes [64 keys, threads of a row, words]. Eight in turn hold four threads of two neighbouring rows, so
 # that their 16-byte stores fall into different banks of swizzled rows.
 LANES = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [0, 4, 0], [2, 0, 0]]
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
-OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 SHARED_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
-@gluon.constexpr_function
-def row_layout(bits):
-    """Threads of one half of the output [64, 256]: 16 bytes each, of the rows that they have in `OUTPUT`."""
-    columns = [[0, 1 << i] for i in range(8)]
-    of_thread = 3 if bits == 16 else 2
-    lanes = [*columns[of_thread : of_thread + 2], [1, 0], [2, 0], [4, 0]]
-    registers = [*columns[:of_thread], [8, 0], *columns[of_thread + 2 :]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 256])
+# Threads of one half of the output in bf16: 16 bytes each, of the rows that they have in `OUTPUT`.
+OUTPUT_ROWS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, HEAD_DIM // 2],
+    )
+)
 
 
 @gluon.constexpr_function
-def code_layout(words, num_warps):
+def score_layout(block):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block, 16])
+
+
+@gluon.constexpr_function
+def code_layout(words, num_warps, block):
     """Threads of a part of a block's codes: a row's 8 threads move 128 bytes (4 words each) or 64 (2 words)."""
-    rows = [[4, 0, 0], [8, 0, 0], [16, 0, 0], [32, 0, 0]]
+    rows = [[4 << i, 0, 0] for i in range(block.bit_length() - 3)]
     of_warps = num_warps.bit_length() - 1
     of_thread = [[0, 0, 1], [0, 0, 2]][: words // 2] + rows[of_warps:]
-    return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [64, 8, words])
+    return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [block, 8, words])
 
 
 @gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
@@ -194,6 +202,7 @@ def attend_kernel(
     ENTRIES_PER_PAGE: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr,
     PARTIAL: gl.constexpr,
+    BLOCK: gl.constexpr,
     ADD_REGISTERS: gl.constexpr,
     BRING_WARPS: gl.constexpr,
     BRING_REGISTERS: gl.constexpr,
@@ -205,10 +214,10 @@ def attend_kernel(
     The halves of a block of keys lie in shared memory of their own: stores to one need no barrier between them and stores to the other.
     """
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
-    left = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HALF], SHARED)
-    right = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HALF], SHARED)
-    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
-    bias = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
+    left = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
+    right = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
+    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
+    bias = gl.allocate_shared_memory(gl.float32, [4, BLOCK], SHARED_ROW)
     factors = gl.allocate_shared_memory(gl.float32, [3, 64], SHARED_ROW)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -233,7 +242,7 @@ def attend_kernel(
     gdc_wait()  # launched while the kernel before may still run
 
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
-    work = (window_lengths, entry_lengths, H, tiles, count, split_blocks, HEAD_BLOCKS, PARTIAL)
+    work = (window_lengths, entry_lengths, H, tiles, count, split_blocks, HEAD_BLOCKS, PARTIAL, BLOCK)
     to = (out, out_stride_t, out_stride_h, lse)
     if PARTIAL:
         to = (partial_out, 0, D, partial_lse)
@@ -289,7 +298,9 @@ def split_range(split, blocks, work):
 
 @gluon.jit
 def blocks_of_split(token, split, work):
-    return split_range(split, (gl.load(work[0] + token) + 63) // 64 + (gl.load(work[1] + token) + 63) // 64, work)[1]
+    BLOCK: gl.constexpr = work[8]
+    blocks = (gl.load(work[0] + token) + BLOCK - 1) // BLOCK + (gl.load(work[1] + token) + BLOCK - 1) // BLOCK
+    return split_range(split, blocks, work)[1]
 
 
 @gluon.jit
@@ -298,7 +309,8 @@ def weigh_and_add(
     end_full, end_empty, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    BLOCK: gl.constexpr = left.shape[1]
+    ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
     n = 0  # blocks of earlier tiles
     parity = 0
     for tile in range(gl.program_id(0), work[3], gl.num_programs(0)):
@@ -364,7 +376,8 @@ def multiply_left(q_smem, left):
     Who brings records has loads of the next block on their way and must not wait for them, as a fence would; so the readers fence.
     """
     fence_async_shared()
-    scores = gl.zeros([64, 64], gl.float32, SCORES)
+    BLOCK: gl.constexpr = left.shape[0]
+    scores = gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK))
     return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, use_acc=False, is_async=True)
 
 
@@ -378,7 +391,8 @@ def multiply_right(q_smem, right, scores):
 def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full):
     """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sum."""
     half = block % 2
-    scores = scores * scale_log2 + gl.expand_dims(bias.index(block % 4).load(gl.SliceLayout(0, SCORES)), 0)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    scores = scores * scale_log2 + gl.expand_dims(bias.index(block % 4).load(COLUMNS), 0)
     new_top = gl.maximum(top, gl.max(scores, axis=1))
     base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
     weights = gl.exp2(scores - gl.expand_dims(base, 1))
@@ -427,10 +441,10 @@ def add_right(
 
 @gluon.jit
 def store_half(SIDE: gl.constexpr, acc, factor, to, token, part, first_head, H, PARTIAL: gl.constexpr):
-    """Write one half of the output: whole sectors, after an exchange among the four threads of a row."""
+    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 in bf16."""
     out, out_stride_t, out_stride_h, _ = to
     TYPE: gl.constexpr = out.dtype.element_ty
-    ROWS: gl.constexpr = row_layout(TYPE.primitive_bitwidth)
+    ROWS: gl.constexpr = OUTPUT_ROWS if TYPE.primitive_bitwidth == 16 else OUTPUT
     if PARTIAL:
         out_row = out + (part * H + first_head) * out_stride_h
     else:
@@ -451,6 +465,7 @@ def bring_blocks(
 
     Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them.
     """
+    BLOCK: gl.constexpr = left.shape[1]
     n = 0  # blocks of earlier tiles
     parity = 0
     for tile in range(gl.program_id(0), work[3], gl.num_programs(0)):
@@ -460,16 +475,16 @@ def bring_blocks(
         entry_length = gl.load(work[1] + token)
         # Most lists are full: their slots need not wait for the lengths.
         lists, blocks = lists_of_split(rows, window_width, entry_width, split, work)
-        first_slots = block_slots(0, lists)
-        slots = block_slots(1, lists)
+        first_slots = block_slots(0, lists, BLOCK)
+        slots = block_slots(1, lists, BLOCK)
         if tile >= gl.num_programs(0):
             mbarrier.wait(of_q[1].index(0), parity)
             parity ^= 1
             copy_queries(tile, queries, q_smem, of_q[0], work)
         if (window_length < window_width) | (entry_length < entry_width):
             lists, blocks = lists_of_split(rows, window_length, entry_length, split, work)
-            first_slots = block_slots(0, lists)
-            slots = block_slots(1, lists)
+            first_slots = block_slots(0, lists, BLOCK)
+            slots = block_slots(1, lists, BLOCK)
         pools = (window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, lists[4])
         bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
                    ENTRIES_PER_PAGE)  # fmt: skip
@@ -479,12 +494,13 @@ def bring_blocks(
 @gluon.jit
 def lists_of_split(rows, window_length, entry_length, split, work):
     """Both lists as if slot 0 of either were the first of all blocks of a split, none reaching beyond its last; and its blocks."""
-    window_blocks = (window_length + 63) // 64
-    first, blocks = split_range(split, window_blocks + (entry_length + 63) // 64, work)
+    BLOCK: gl.constexpr = work[8]
+    window_blocks = (window_length + BLOCK - 1) // BLOCK
+    first, blocks = split_range(split, window_blocks + (entry_length + BLOCK - 1) // BLOCK, work)
     window_blocks = window_blocks - first
-    window_end = gl.minimum(window_length - first * 64, blocks * 64)
-    entry_end = gl.minimum(entry_length + window_blocks * 64, blocks * 64)
-    return (rows[0] + first * 64, window_end, rows[1] - window_blocks * 64, entry_end, window_blocks), blocks
+    window_end = gl.minimum(window_length - first * BLOCK, blocks * BLOCK)
+    entry_end = gl.minimum(entry_length + window_blocks * BLOCK, blocks * BLOCK)
+    return (rows[0] + first * BLOCK, window_end, rows[1] - window_blocks * BLOCK, entry_end, window_blocks), blocks
 
 
 @gluon.jit
@@ -511,6 +527,7 @@ def bring_tile(
     n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
+    BLOCK: gl.constexpr = left.shape[1]
     window_blocks = lists[4]
     where = locate(0, n, first_slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
     left_full, left_empty = of_left
@@ -526,11 +543,11 @@ def bring_tile(
             copy_half(1, where, right.index(half))
             async_copy.mbarrier_arrive(right_full.index(half))
             where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            slots = block_slots(block + 2, lists)
+            slots = block_slots(block + 2, lists, BLOCK)
             mbarrier.arrive(left_full.index(half))
             mbarrier.arrive(right_full.index(half))
     else:
-        nothing = gl.zeros([64, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps())))
+        nothing = gl.zeros([BLOCK, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))
         left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
         right_codes, right_scales = load_half(1, where, nothing, WINDOW, ENTRIES)
         never = gl.program_id(1)
@@ -547,16 +564,16 @@ def bring_tile(
             convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(right_full.index(half))
             right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
-            slots = block_slots(block + 2, lists)
+            slots = block_slots(block + 2, lists, BLOCK)
 
 
 @gluon.jit
-def block_slots(block, lists):
-    """Slots of a block [64], -1 beyond its list's end."""
+def block_slots(block, lists, BLOCK: gl.constexpr):
+    """Slots of a block, -1 beyond its list's end."""
     window_row, window_end, entry_row, entry_end, window_blocks = lists
     in_window = block < window_blocks
-    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps())))  # one value per key
-    n = block * 64 + gl.arange(0, 64, layout=KEYS)
+    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))  # one value per key
+    n = block * BLOCK + gl.arange(0, BLOCK, layout=KEYS)
     return gl.load((window_row if in_window else entry_row) + n, mask=n < (window_end if in_window else entry_end), other=-1)
 
 
@@ -619,13 +636,14 @@ def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
     v4: 128 codes of each key, in the last quarter 64 codes [64, 8, 2], and 64 bf16. v41: 128 codes. v41_fp4: all 256 are in the first,
     of each quarter in two words; the second holds nothing.
     """
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
-    NARROW: gl.constexpr = code_layout(2, gl.num_warps())
+    KEYS: gl.constexpr = where[0].shape[0]
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
+    NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
     words = where[0].to(gl.pointer_type(gl.int32)) + SIDE * (32 if LAYOUT.name == "v41_fp4" else 64)
     if LAYOUT.name == "v41_fp4":
         # In the order of their registers, so that they are where the codes of another layout would be without being moved.
         pair = gl.join(load_words(words, after, NARROW), load_words(words + 16, after, NARROW)).permute((0, 1, 3, 2))
-        return gl.convert_layout(gl.reshape(pair, [64, 8, 4]), WIDE), gl.zeros([64, 8, 4], gl.int32, WIDE)
+        return gl.convert_layout(gl.reshape(pair, [KEYS, 8, 4]), WIDE), gl.zeros([KEYS, 8, 4], gl.int32, WIDE)
     elif LAYOUT.name == "v4" and SIDE == 1:
         last = load_words(words + 32, after, NARROW, True), load_words(words + 48, after, WIDE, True)
         return load_words(words, after, WIDE), last
@@ -666,7 +684,8 @@ def load_scales(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
 @gluon.jit
 def load_scale_word(scales, after, THREADS: gl.constexpr):
     """A word for THREADS threads of a row."""
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
+    KEYS: gl.constexpr = scales.shape[0]
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
     v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, WIDE))), 0)
     return gl.load(gl.expand_dims(scales, 1) + (v // THREADS + after))
 
@@ -685,8 +704,9 @@ def convert_half(SIDE: gl.constexpr, codes, scales, in_window, keys, WINDOW: gl.
 
 @gluon.jit
 def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr):
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
-    NARROW: gl.constexpr = code_layout(2, gl.num_warps())
+    KEYS: gl.constexpr = keys.shape[0]
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
+    NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
     if LAYOUT.name == "v4":
         store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 4, WIDE)), keys, 0)
         if SIDE == 0:
@@ -699,7 +719,7 @@ def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr)
         store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 2, WIDE)), keys, 0)
         store_words(convert_e4m3(codes[1], pick_scale(scales[1], 0, 2, WIDE)), keys, 1)
     else:
-        first, second = gl.split(gl.reshape(codes[0], [64, 8, 2, 2]).permute((0, 1, 3, 2)))
+        first, second = gl.split(gl.reshape(codes[0], [KEYS, 8, 2, 2]).permute((0, 1, 3, 2)))
         store_words(convert_e2m1(gl.convert_layout(first, NARROW), pick_scale(scales[0], 0, 1, NARROW)), keys, 0)
         store_words(convert_e2m1(gl.convert_layout(second, NARROW), pick_scale(scales[1], 0, 1, NARROW)), keys, 1)
 
@@ -707,7 +727,8 @@ def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr)
 @gluon.jit
 def turn_back(values):
     """int32 [64, 8, ...], 16 bytes of each thread in a turned order, to [64, 32]: four neighbours write to every other bank."""
-    return gl.reshape(gl.reshape(values, [64, 2, 4, 4]).permute((0, 2, 1, 3)), [64, 32])
+    KEYS: gl.constexpr = values.shape[0]
+    return gl.reshape(gl.reshape(values, [KEYS, 2, 4, 4]).permute((0, 2, 1, 3)), [KEYS, 32])
 
 
 @gluon.jit
@@ -720,8 +741,9 @@ def pick_scale(scales, FIRST: gl.constexpr, THREADS: gl.constexpr, LAYOUT: gl.co
 
 @gluon.jit
 def store_words(values, keys, SIDE: gl.constexpr):
-    words = keys._reinterpret(gl.int32, [64, 128], SHARED_WORDS)
-    words.slice(SIDE * 64, 64, dim=1).store(gl.reshape(values, [64, 64]))
+    KEYS: gl.constexpr = keys.shape[0]
+    words = keys._reinterpret(gl.int32, [KEYS, 128], SHARED_WORDS)
+    words.slice(SIDE * 64, 64, dim=1).store(gl.reshape(values, [KEYS, 64]))
 
 
 @gluon.jit
@@ -828,7 +850,7 @@ def aot_cases() -> list[AotCase]:
 
     def attend(pair: tuple[str, str], count: int) -> AotCase:
         window, entries = layouts.get(pair[0]), layouts.get(pair[1])
-        constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "PARTIAL": count > 1, "HEAD_BLOCKS": 1}
+        constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "PARTIAL": count > 1, "HEAD_BLOCKS": 1, "BLOCK": 64}
         constants |= {"WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
         constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
         name = f"sparse_attention gluon {'+'.join(pair)} splits {count}"
