@@ -1,9 +1,11 @@
 # ruff: noqa
 import importlib, sys, torch
+
 sys.path[:0] = ["bench/ops", "bench/round", "src", "."]
 import bench_sparse_attention as b
 from abyssal.ops.sparse_attention.arguments import PAIRS, Splits
 from abyssal.ops.sparse_attention import triton as portable
+
 m = importlib.import_module("short")
 torch.manual_seed(1)
 pools = {n: b.pool(n, 64) for n in ("v4", "v41", "v41_fp4", "bf16")}

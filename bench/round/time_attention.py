@@ -93,10 +93,26 @@ for row, pair in TASKS:
     print("  ".join(line), flush=True)
 if compile_only:
     sys.exit()
+if importlib.util.find_spec("short"):
+    m = importlib.import_module("short")
+    combine = m.combine
+    for tokens, heads in ((1, 64), (4, 64), (16, 64), (1, 128), (16, 128)):
+        inputs = inputs_of(Row(tokens, heads, 512), V4)
+        for keys, count in ((64, 10), (32, 10), (32, 20), (32, 7), (32, 4)):
+            if tokens * heads // 64 * count > 132:
+                continue
+            c = m.LaunchConfig(Splits(count, None), keys)
+            both = median_us(lambda *a: m.sparse_attention(*a, config=c), inputs)
+            m.combine = lambda *a: None
+            alone = median_us(lambda *a: m.sparse_attention(*a, config=c), inputs)
+            m.combine = combine
+            print(
+                f"{tokens} x {heads} blocks of {keys}, splits {count}: both {both:.2f}, attention alone {alone:.2f}", flush=True
+            )
 # parts of one step of few sequences: attention alone, merge alone, no keys at all
 for tokens in (1, 16):
     for name, m in MODS.items():
-        if name == "spec4":
+        if name not in ("base", "spec"):
             continue
         inputs = inputs_of(Row(tokens, 64, 512), V4)
         row = Row(tokens, 64, 512)
@@ -111,16 +127,3 @@ for tokens in (1, 16):
         empty = [(q, w._replace(lengths=w.lengths * 0), e._replace(lengths=e.lengths * 0), s, k) for q, w, e, s, k in inputs]
         c = m.LaunchConfig(Splits(1, None))
         print(f"{tokens} x 64 {name} no keys: {median_us(lambda *a: m.sparse_attention(*a, config=c), empty):.2f}", flush=True)
-if importlib.util.find_spec("short"):
-    m = importlib.import_module("short")
-    combine = m.combine
-    for tokens, heads in ((1, 64), (4, 64), (16, 64), (1, 128), (16, 128)):
-        inputs = inputs_of(Row(tokens, heads, 512), V4)
-        for keys, count in ((64, 10), (32, 10), (32, 20), (32, 7), (32, 4)):
-            if tokens * heads // 64 * count > 132: continue
-            c = m.LaunchConfig(Splits(count, None), keys)
-            both = median_us(lambda *a: m.sparse_attention(*a, config=c), inputs)
-            m.combine = lambda *a: None
-            alone = median_us(lambda *a: m.sparse_attention(*a, config=c), inputs)
-            m.combine = combine
-            print(f"{tokens} x {heads} blocks of {keys}, splits {count}: both {both:.2f}, attention alone {alone:.2f}", flush=True)
