@@ -98,7 +98,7 @@ if importlib.util.find_spec("short"):
     combine = m.combine
     for tokens, heads in ((1, 64), (4, 64), (16, 64), (1, 128), (16, 128)):
         inputs = inputs_of(Row(tokens, heads, 512), V4)
-        for keys, count in ((64, 10), (32, 10), (32, 20), (32, 7), (32, 4)):
+        for keys, count in ((32, 10), (32, 20), (32, 7), (32, 4)):
             if tokens * heads // 64 * count > 132:
                 continue
             c = m.LaunchConfig(Splits(count, None), keys)
