@@ -1,28 +1,58 @@
 # ruff: noqa
-import importlib
 import importlib.util
 import sys
 
-import torch
-
-sys.path[:0] = ["bench/ops", "bench/round", "src", "."]
+sys.path[:0] = ["bench/ops", "src", "."]
 import bench_sparse_attention as b
+import torch
 from timing import median_us
 
+from abyssal.ops.sparse_attention import gluon as m
 from abyssal.ops.sparse_attention.arguments import Splits
 
 Row = b.Row
 torch.manual_seed(0)
-names = ("v4", "v41", "v41_fp4", "bf16")
-pools = {n: b.pool(n, 2048) for n in names}
-MODS = {n: importlib.import_module(n) for n in sys.argv[2].split(",")}
-four = importlib.util.module_from_spec(importlib.util.find_spec("spec"))
-if "spec" in MODS:
-    importlib.util.find_spec("spec").loader.exec_module(four)
-    four.bringing_warps = lambda w, e: 4
-    MODS["spec4"] = four
 V4, FP4, BF = ("v4", "v4"), ("v41", "v41_fp4"), ("bf16", "bf16")
-TASKS = [
+pools = {n: b.pool(n, 2048) for n in ("v4", "v41", "v41_fp4", "bf16")}
+print("pools", flush=True)
+
+
+def inputs_of(row, pair):
+    moved = row.tokens * (128 + row.extra) * 584
+    sets = max(1, min(8, -(-60_000_000 // moved))) if row.tokens <= 256 else 1
+    return b.make_inputs(row, pair, pools, sets)
+
+
+def us(row, inputs, config):
+    small = row.tokens <= 256
+    return median_us(
+        lambda *a: m.sparse_attention(*a, config=config), inputs, repeats=5 if small else 3, calls=20 if small else 3
+    )
+
+
+def chosen(row):
+    return m.launch_config(row.tokens, row.heads, (128, row.extra), 132)
+
+
+if sys.argv[1] == "compile":
+    what = sys.argv[2]
+    if what == "v4":
+        todo = [(V4, h, c, 64) for h in (64, 128) for c in (1, 2)]
+    elif what == "v4_32":
+        todo = [(V4, h, 20, 32) for h in (64, 128)]
+    else:
+        todo = [(FP4, 64, 1, 64), (FP4, 64, 2, 64), (FP4, 128, 1, 64), (BF, 64, 1, 64)]
+    for pair, heads, count, keys in todo:
+        m.sparse_attention(
+            *b.make_inputs(Row(2, heads, 512), pair, pools, 1)[0], config=m.LaunchConfig(Splits(count, None), keys)
+        )
+        torch.cuda.synchronize()
+        print(pair, heads, count, keys, "compiled", flush=True)
+    sys.exit()
+
+library = importlib.import_module("flash_mla") if importlib.util.find_spec("flash_mla") else None
+multiprocessors = m.multiprocessors
+ROWS = [
     (Row(4096, 64, 512), V4),
     (Row(64, 128, 512), V4),
     (Row(1, 64, 512), V4),
@@ -33,6 +63,8 @@ TASKS = [
     (Row(64, 128, 512), FP4),
     (Row(4096, 64, 512), FP4),
     (Row(4096, 64, 512), BF),
+]
+MORE = [
     (Row(1, 128, 512), V4),
     (Row(16, 128, 512), V4),
     (Row(256, 64, 512), V4),
@@ -41,6 +73,7 @@ TASKS = [
     (Row(1, 64, 512), FP4),
     (Row(64, 64, 512), FP4),
     (Row(128, 64, 512), FP4),
+    (Row(1, 128, 1024), V4),
     (Row(16, 128, 1024), V4),
     (Row(64, 128, 1024), V4),
     (Row(1, 64, 8192), V4),
@@ -48,82 +81,46 @@ TASKS = [
     (Row(64, 64, 8192), V4),
     (Row(64, 64, 8192), FP4),
 ]
-compile_only = sys.argv[1] == "compile"
-ONLY_V4 = ("base", "halves")
-if compile_only:
-    TASKS = [t for t in TASKS if "+".join(t[1]) == sys.argv[3]]
-library = importlib.import_module("flash_mla") if importlib.util.find_spec("flash_mla") and not compile_only else None
 
 
-def inputs_of(row, pair):
-    moved = row.tokens * (128 + row.extra) * 584
-    sets = max(1, min(8, -(-60_000_000 // moved))) if row.tokens <= 256 else 1
-    return b.make_inputs(row, pair, pools, sets)
+def table(rows, flash):
+    for row, pair in rows:
+        inputs = inputs_of(row, pair)
+        config = chosen(row)
+        line = f"{'+'.join(pair):12} {row.tokens:5} x {row.heads:3}, {row.extra:5} /{config.splits.count}: {us(row, inputs, config):.2f}"
+        if row.tokens * -(-row.heads // 64) * config.splits.count > 132:
+            m.multiprocessors = lambda device: 10**9
+            line += f"  one tile each {us(row, inputs, config):.2f}"
+            m.multiprocessors = multiprocessors
+        call = b.flash_call if pair == V4 and row.tokens <= 256 else b.flash_prefill_call if pair == BF else None
+        if flash and library is not None and call is not None:
+            try:
+                line += f"  flash {median_us(lambda c: c(), [(call(library, *a),) for a in inputs], calls=20 if row.tokens <= 256 else 3):.2f}"
+            except Exception as e:
+                line += f"  flash {type(e).__name__} {str(e)[:60]}"
+        print(line, flush=True)
 
 
-for row, pair in TASKS:
-    inputs = inputs_of(row, pair)
-    line = [f"{'+'.join(pair):12} {row.tokens:5} {row.heads:4} {row.extra:5}"]
-    for name, m in MODS.items():
-        if name == "spec4" and pair != FP4 or name in ONLY_V4 and pair != V4:
-            continue
-        try:
-            if compile_only:
-                m.sparse_attention(*inputs[0])
-                torch.cuda.synchronize()
-                continue
-            us = median_us(
-                lambda *a: m.sparse_attention(*a),
-                inputs,
-                repeats=7 if row.tokens <= 256 else 3,
-                calls=20 if row.tokens <= 256 else 3,
-            )
-            line.append(f"{name} {us:.2f}")
-        except Exception as e:
-            line.append(f"{name} {type(e).__name__} {str(e)[:100]}")
-    if library is not None:
-        try:
-            call = b.flash_call if pair == V4 and row.tokens <= 256 else b.flash_prefill_call if pair == BF else None
-            if call:
-                line.append(
-                    f"flash {median_us(lambda c: c(), [(call(library, *a),) for a in inputs], calls=20 if row.tokens <= 256 else 3):.2f}"
-                )
-        except Exception as e:
-            line.append(f"flash {type(e).__name__} {str(e)[:60]}")
-    print("  ".join(line), flush=True)
-if compile_only:
-    sys.exit()
-if importlib.util.find_spec("short"):
-    m = importlib.import_module("short")
-    combine = m.combine
-    for tokens, heads in ((1, 64), (4, 64), (16, 64), (1, 128), (16, 128)):
-        inputs = inputs_of(Row(tokens, heads, 512), V4)
-        for keys, count in ((32, 10), (32, 20), (32, 7), (32, 4)):
-            if tokens * heads // 64 * count > 132:
-                continue
-            c = m.LaunchConfig(Splits(count, None), keys)
-            both = median_us(lambda *a: m.sparse_attention(*a, config=c), inputs)
-            m.combine = lambda *a: None
-            alone = median_us(lambda *a: m.sparse_attention(*a, config=c), inputs)
-            m.combine = combine
-            print(
-                f"{tokens} x {heads} blocks of {keys}, splits {count}: both {both:.2f}, attention alone {alone:.2f}", flush=True
-            )
-# parts of one step of few sequences: attention alone, merge alone, no keys at all
+table(ROWS, True)
+for tokens, heads in ((1, 64), (4, 64), (16, 64), (1, 128), (16, 128)):
+    row = Row(tokens, heads, 512)
+    inputs = inputs_of(row, V4)
+    for keys, counts in ((64, (2, 3, 4, 5, 10)), (32, (4, 7, 8, 10, 20))):
+        line = f"{tokens} x {heads} blocks of {keys}:"
+        for count in counts:
+            if tokens * heads // 64 * count <= 160:
+                line += f"  /{count} {us(row, inputs, m.LaunchConfig(Splits(count, None), keys)):.2f}"
+        print(line, flush=True)
+table(MORE, False)
+combine = m.combine
 for tokens in (1, 16):
-    for name, m in MODS.items():
-        if name not in ("base", "spec"):
-            continue
-        inputs = inputs_of(Row(tokens, 64, 512), V4)
-        row = Row(tokens, 64, 512)
-        combine = m.combine
-        for count in (1, 2, 3, 5, 10):
-            c = m.LaunchConfig(Splits(count, None))
-            both = median_us(lambda *a: m.sparse_attention(*a, config=c), inputs)
-            m.combine = lambda *a: None
-            alone = median_us(lambda *a: m.sparse_attention(*a, config=c), inputs)
-            m.combine = combine
-            print(f"{tokens} x 64 {name} splits {count}: both {both:.2f}, attention alone {alone:.2f}", flush=True)
-        empty = [(q, w._replace(lengths=w.lengths * 0), e._replace(lengths=e.lengths * 0), s, k) for q, w, e, s, k in inputs]
-        c = m.LaunchConfig(Splits(1, None))
-        print(f"{tokens} x 64 {name} no keys: {median_us(lambda *a: m.sparse_attention(*a, config=c), empty):.2f}", flush=True)
+    row = Row(tokens, 64, 512)
+    inputs = inputs_of(row, V4)
+    m.combine = lambda *a: None
+    for keys, count in ((64, 5), (64, 10), (32, 20), (32, 8)):
+        if tokens * count <= 160:
+            print(
+                f"{tokens} x 64 without the merge, blocks of {keys} /{count}: {us(row, inputs, m.LaunchConfig(Splits(count, None), keys)):.2f}",
+                flush=True,
+            )
+    m.combine = combine

@@ -213,6 +213,18 @@ def test_hopper_kernel_at_real_sizes(pair, heads):
 
 @hopper
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+@pytest.mark.parametrize("block_keys", [64, 32])
+@pytest.mark.parametrize("count", [1, 3])
+def test_hopper_programs_take_many_tiles(pair, block_keys, count):
+    """More tiles than multiprocessors, of full lists, short ones and none: what a tile leaves in a program changes no other tile."""
+    case = make_case(pair, 64, [(128, 200), (0, 0), (128, 200), (65, 3), (0, 70), (128, 200), (1, 0)] * 44)
+    case.window = case.window._replace(slots=case.window.slots[:, :128])
+    case.entries = case.entries._replace(slots=case.entries.slots[:, :200])
+    assert_close(*run(case, wgmma, config=wgmma.LaunchConfig(Splits(count, None), block_keys)), case)
+
+
+@hopper
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_hopper_kernel_is_batch_invariant(pair):
     case = make_case(pair, 64, REAL)
     out, lse = run(case, wgmma, batch_invariant=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +34,10 @@ BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Splits of one launch; the tile sizes are fixed."""
+    """Splits of one launch, and its blocks of keys: 64 or 32."""
 
     splits: Splits
+    block_keys: int = 64
 
 
 def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, batch_invariant: bool = False) -> LaunchConfig:
@@ -102,6 +104,7 @@ def sparse_attention(
         ENTRIES_PER_PAGE=entries.records.entries_per_page,
         HEAD_BLOCKS=-(-heads // BLOCK_HEADS),
         PARTIAL=splits.count > 1,
+        BLOCK=config.block_keys,
         ADD_REGISTERS=ADD_REGISTERS,
         **_bring_constants(window.records.layout, entries.records.layout),
         num_warps=NUM_WARPS,
@@ -130,7 +133,6 @@ def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor
 # Lanes of a part of a block's codes [64 keys, threads of a row, words]. Eight in turn hold four threads of two neighbouring rows, so
 # that their 16-byte stores fall into different banks of swizzled rows.
 LANES = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [0, 4, 0], [2, 0, 0]]
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
@@ -150,13 +152,61 @@ OUTPUT_ROWS = gl.constexpr(
 )
 
 
+class Work(NamedTuple):
+    """What tells a role which tiles there are, and how many keys of each; of the kernel's arguments, as those below."""
+
+    window_lengths: Any
+    entry_lengths: Any
+    heads: Any
+    tiles: Any
+    count: Any
+    split_blocks: Any
+
+
+class Queries(NamedTuple):
+    rows: Any
+    stride_t: Any
+    stride_h: Any
+
+
+class Keys(NamedTuple):
+    """A list of records."""
+
+    slots: Any
+    stride: Any
+    width: Any
+    pages: Any
+    page_stride: Any
+
+
+class Output(NamedTuple):
+    """Where results go: rows of the output, or of parts, and their log-sum-exp."""
+
+    rows: Any
+    stride_t: Any
+    stride_h: Any
+    lse: Any
+
+
+class Barriers(NamedTuple):
+    """Of shared memory that one role fills and another empties."""
+
+    full: Any
+    empty: Any
+
+
 @gluon.constexpr_function
-def code_layout(words, num_warps):
+def score_layout(block):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block, 16])
+
+
+@gluon.constexpr_function
+def code_layout(words, num_warps, block):
     """Threads of a part of a block's codes: a row's 8 threads move 128 bytes (4 words each) or 64 (2 words)."""
-    rows = [[4, 0, 0], [8, 0, 0], [16, 0, 0], [32, 0, 0]]
+    rows = [[4 << i, 0, 0] for i in range(block.bit_length() - 3)]
     of_warps = num_warps.bit_length() - 1
     of_thread = [[0, 0, 1], [0, 0, 2]][: words // 2] + rows[of_warps:]
-    return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [64, 8, words])
+    return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [block, 8, words])
 
 
 @gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
@@ -196,65 +246,56 @@ def attend_kernel(
     ENTRIES_PER_PAGE: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr,
     PARTIAL: gl.constexpr,
+    BLOCK: gl.constexpr,
     ADD_REGISTERS: gl.constexpr,
     BRING_WARPS: gl.constexpr,
     BRING_REGISTERS: gl.constexpr,
 ):
-    """Tiles of one block of heads of one token over one split of its key blocks, as `attend_kernel` in Triton.
+    """Tiles of 64 heads of one token over one split of its key blocks, as a program of `attend_kernel` in Triton has one.
 
-    Three roles run side by side: BRING_WARPS warps bring records to shared memory as bf16, four turn them into weights and add weighted
-    records to the left half of the output, four add to the right half. Two blocks of keys and of weights are on their way at a time.
-    The halves of a block of keys lie in shared memory of their own: stores to one need no barrier between them and stores to the other.
+    Three roles run side by side: BRING_WARPS warps bring queries and records to shared memory as bf16, four turn records into weights
+    and add weighted records to the left half of the output, four add to the right half. Every role goes through the program's tiles by
+    itself, so that records of the next tile come while results of this one leave. Two blocks of keys and of weights are on their way at
+    a time. The halves of a block of keys lie in shared memory of their own, with barriers of their own: the scores of one are summed
+    while the other is still being widened.
     """
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
-    left = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HALF], SHARED)
-    right = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HALF], SHARED)
-    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
-    bias = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
+    left = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
+    right = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
+    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
+    bias = gl.allocate_shared_memory(gl.float32, [4, BLOCK], SHARED_ROW)
     factors = gl.allocate_shared_memory(gl.float32, [3, 64], SHARED_ROW)
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    left_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    left_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    right_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    right_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    end_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    end_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full.index(0), count=1)
-    mbarrier.init(q_empty.index(0), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(left_full.index(i), count=1)
-        mbarrier.init(left_empty.index(i), count=1)
-        mbarrier.init(right_full.index(i), count=1)
-        mbarrier.init(right_empty.index(i), count=1)
-        mbarrier.init(p_full.index(i), count=1)
-    mbarrier.init(end_full.index(0), count=1)
-    mbarrier.init(end_empty.index(0), count=1)
+    of_q = Barriers(allocate_barriers(1), allocate_barriers(1))
+    of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
+    of_right = Barriers(allocate_barriers(2), allocate_barriers(2))
+    of_end = Barriers(allocate_barriers(1), allocate_barriers(1))
+    p_full = allocate_barriers(2)
     fence_async_shared()
     gdc_wait()  # launched while the kernel before may still run
-
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
-    work = (window_lengths, entry_lengths, H, tiles, count, split_blocks, HEAD_BLOCKS, PARTIAL)
-    to = (out, out_stride_t, out_stride_h, lse)
+
+    work = Work(window_lengths, entry_lengths, H, tiles, count, split_blocks)
+    queries = Queries(q, q_stride_t, q_stride_h)
+    to = Output(out, out_stride_t, out_stride_h, lse)
     if PARTIAL:
-        to = (partial_out, 0, D, partial_lse)
+        to = Output(partial_out, 0, D, partial_lse)
+    window = Keys(window_slots, window_slots_stride, window_width, window_pages, window_page_stride)
+    entries = Keys(entry_slots, entry_slots_stride, entry_width, entry_pages, entry_page_stride)
     gl.warp_specialize(
         [
             (
                 weigh_and_add,
-                (work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, q_full, q_empty, left_full, left_empty,
-                 right_full, p_full, end_full, end_empty, PARTIAL),
+                (work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, of_q, of_left, of_right, p_full, of_end,
+                 HEAD_BLOCKS, PARTIAL),
             ),
             (
                 add_right,
-                (work, to, (q, q_stride_t, q_stride_h), q_smem, q_full, right, p_smem, factors, right_full, right_empty, p_full, end_full, end_empty, PARTIAL),
+                (work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS, PARTIAL),
             ),
             (
                 bring_blocks,
-                (work, (q, q_stride_t, q_stride_h), window_slots, window_slots_stride, window_width, window_pages, window_page_stride,
-                 entry_slots, entry_slots_stride, entry_width, entry_pages, entry_page_stride, zeros, q_smem, left, right, bias, (q_full, q_empty),
-                 (left_full, left_empty), (right_full, right_empty), WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE),
+                (work, queries, window, entries, zeros, q_smem, left, right, bias, of_q, of_left, of_right, WINDOW, ENTRIES,
+                 WINDOW_PER_PAGE, ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
             ),
         ],
         [4, BRING_WARPS],
@@ -263,100 +304,116 @@ def attend_kernel(
 
 
 @gluon.jit
-def place(tile, work):
+def allocate_barriers(COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+    return barriers
+
+
+@gluon.jit
+def place(tile, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
     """Token, split and first head of a tile."""
-    HEAD_BLOCKS: gl.constexpr = work[6]
-    token = tile // HEAD_BLOCKS
-    split = token * 0
-    if work[7]:
-        token = token // work[4]
-        split = tile // HEAD_BLOCKS - token * work[4]
+    token, split = tile // HEAD_BLOCKS, 0
+    if PARTIAL:
+        split = token % work.count
+        token = token // work.count
     return token, split, tile % HEAD_BLOCKS * 64
 
 
 @gluon.jit
-def split_range(split, blocks, work):
+def split_range(split, blocks, work, PARTIAL: gl.constexpr):
     """First block of a split, and how many: a fixed number each, or evenly (`split_blocks` 0)."""
-    first, mine = blocks * 0, blocks
-    if work[7]:
-        each = blocks // work[4]
-        more = blocks - each * work[4]
+    first, mine = 0, blocks
+    if PARTIAL:
+        each = blocks // work.count
+        more = blocks - each * work.count
         first = split * each + gl.minimum(split, more)
         mine = gl.where(split < more, each + 1, each)
-        if work[5] > 0:
-            first = split * work[5]
-            mine = gl.minimum(gl.maximum(blocks - first, 0), work[5])
+        if work.split_blocks > 0:
+            first = split * work.split_blocks
+            mine = gl.minimum(gl.maximum(blocks - first, 0), work.split_blocks)
     return first, mine
 
 
 @gluon.jit
-def blocks_of_split(token, split, work):
-    return split_range(split, (gl.load(work[0] + token) + 63) // 64 + (gl.load(work[1] + token) + 63) // 64, work)[1]
+def blocks_of_split(token, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
+    window_blocks = (gl.load(work.window_lengths + token) + BLOCK - 1) // BLOCK
+    entry_blocks = (gl.load(work.entry_lengths + token) + BLOCK - 1) // BLOCK
+    return split_range(split, window_blocks + entry_blocks, work, PARTIAL)[1]
 
 
 @gluon.jit
 def weigh_and_add(
-    work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, q_full, q_empty, left_full, left_empty, right_full, p_full,
-    end_full, end_empty, PARTIAL: gl.constexpr,
+    work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, of_q, of_left, of_right, p_full, of_end,
+    HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    BLOCK: gl.constexpr = left.shape[1]
+    ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
     n = 0  # blocks of earlier tiles
     parity = 0
-    for tile in range(gl.program_id(0), work[3], gl.num_programs(0)):
-        token, split, first_head = place(tile, work)
-        blocks = blocks_of_split(token, split, work)
+    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+        token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+        blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = gl.zeros([64], gl.float32, ROWS)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        mbarrier.wait(q_full.index(0), parity)
+        mbarrier.wait(of_q.full.index(0), parity)
         if blocks > 0:
-            mbarrier.wait(left_full.index(n % 2), n // 2 % 2)
+            mbarrier.wait(of_left.full.index(n % 2), n // 2 % 2)
             scores = multiply_left(q_smem, left.index(n % 2))
-            mbarrier.wait(right_full.index(n % 2), n // 2 % 2)
+            mbarrier.wait(of_right.full.index(n % 2), n // 2 % 2)
             scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n % 2), scores)])
             _, top, total = soften(scores, n, top, total, scale_log2, p_smem, bias, factors, p_full)
-            for block in range(n, n + blocks - 1):
-                half = block % 2
-                phase = (block + 1) // 2 % 2
+            for block in range(blocks - 1):
+                half = (n + block) % 2
+                phase = (n + block + 1) // 2 % 2
                 acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-                mbarrier.wait(left_full.index(1 - half), phase)
+                mbarrier.wait(of_left.full.index(1 - half), phase)
                 scores = multiply_left(q_smem, left.index(1 - half))
                 acc = warpgroup_mma_wait(1, deps=[acc])
-                mbarrier.arrive(left_empty.index(half))
-                mbarrier.wait(right_full.index(1 - half), phase)
+                mbarrier.arrive(of_left.empty.index(half))
+                mbarrier.wait(of_right.full.index(1 - half), phase)
                 scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
-                keep, top, total = soften(scores, block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
+                keep, top, total = soften(scores, n + block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
                 acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
             n += blocks
             half = (n - 1) % 2
-            mbarrier.arrive(q_empty.index(0))
+            mbarrier.arrive(of_q.empty.index(0))
             acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(left_empty.index(half))
+            mbarrier.arrive(of_left.empty.index(half))
         else:
-            mbarrier.arrive(q_empty.index(0))
+            mbarrier.arrive(of_q.empty.index(0))
 
         b_lse = top + gl.log2(total)  # -inf without keys
         factor = 1.0 / gl.where(total > 0, total, 1.0)
         rows = gl.arange(0, 64, layout=ROWS)
+        in_range = rows < work.heads - first_head
         if not PARTIAL:
-            b_sink = gl.load(sink + first_head + rows, mask=rows < work[2] - first_head, other=0.0)
+            b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
             share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
             factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
-        mbarrier.wait(end_empty.index(0), parity ^ 1)
+        mbarrier.wait(of_end.empty.index(0), parity ^ 1)
         factors.index(2).store(factor)
-        mbarrier.arrive(end_full.index(0))
+        mbarrier.arrive(of_end.full.index(0))
         parity ^= 1
-        part = token.to(gl.int64)
-        if PARTIAL:
-            part = part * work[4] + split
-        lse = to[3] + part * work[2] + first_head
-        gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=rows < work[2] - first_head)
+        part = part_of(token, split, work, PARTIAL)
+        lse = to.lse + part * work.heads + first_head
+        gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=in_range)
         if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-            store_half(
-                0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, part, first_head, work[2], PARTIAL
-            )
+            of_rows = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
+            store_half(0, acc, of_rows, to, token, part, first_head, work.heads, PARTIAL)
+
+
+@gluon.jit
+def part_of(token, split, work, PARTIAL: gl.constexpr):
+    """Index of a tile's part among all parts; without splits, of its token."""
+    if PARTIAL:
+        return token.to(gl.int64) * work.count + split
+    else:
+        return token.to(gl.int64)
 
 
 @gluon.jit
@@ -366,7 +423,8 @@ def multiply_left(q_smem, left):
     Who brings records has loads of the next block on their way and must not wait for them, as a fence would; so the readers fence.
     """
     fence_async_shared()
-    scores = gl.zeros([64, 64], gl.float32, SCORES)
+    BLOCK: gl.constexpr = left.shape[0]
+    scores = gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK))
     return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, use_acc=False, is_async=True)
 
 
@@ -380,7 +438,8 @@ def multiply_right(q_smem, right, scores):
 def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full):
     """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sum."""
     half = block % 2
-    scores = scores * scale_log2 + gl.expand_dims(bias.index(block % 4).load(gl.SliceLayout(0, SCORES)), 0)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    scores = scores * scale_log2 + gl.expand_dims(bias.index(block % 4).load(COLUMNS), 0)
     new_top = gl.maximum(top, gl.max(scores, axis=1))
     base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
     weights = gl.exp2(scores - gl.expand_dims(base, 1))
@@ -394,118 +453,115 @@ def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full)
 
 @gluon.jit
 def add_right(
-    work, to, queries, q_smem, q_full, right, p_smem, factors, right_full, right_empty, p_full, end_full, end_empty, PARTIAL: gl.constexpr,
+    work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr
 ):  # fmt: skip
     """Add weights times records to the right half of the output; bring the first tile's queries, as there is nothing to add yet."""
     n = 0  # blocks of earlier tiles
     parity = 0
-    copy_queries(gl.program_id(0), queries, q_smem, q_full, work)
-    for tile in range(gl.program_id(0), work[3], gl.num_programs(0)):
-        token, split, first_head = place(tile, work)
-        blocks = blocks_of_split(token, split, work)
+    copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+        token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+        BLOCK: gl.constexpr = right.shape[1]
+        blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        for block in range(n, n + blocks):
-            half = block % 2
-            phase = block // 2 % 2
-            mbarrier.wait(right_full.index(half), phase)
+        for block in range(
+            blocks
+        ):  # not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2
+            mbarrier.wait(of_right.full.index(half), phase)
             mbarrier.wait(p_full.index(half), phase)
             fence_async_shared()
             acc = acc * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
             acc = warpgroup_mma(p_smem.index(half), right.index(half), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(right_empty.index(half))
+            mbarrier.arrive(of_right.empty.index(half))
         n += blocks
 
-        mbarrier.wait(end_full.index(0), parity)
-        factor = factors.index(2).load(gl.SliceLayout(1, OUTPUT))
-        mbarrier.arrive(end_empty.index(0))
+        mbarrier.wait(of_end.full.index(0), parity)
         parity ^= 1
-        part = token.to(gl.int64)
-        if PARTIAL:
-            part = part * work[4] + split
+        factor = factors.index(2).load(gl.SliceLayout(1, OUTPUT))
+        mbarrier.arrive(of_end.empty.index(0))
         if not PARTIAL or blocks > 0:
-            store_half(1, acc, factor, to, token, part, first_head, work[2], PARTIAL)
+            part = part_of(token, split, work, PARTIAL)
+            store_half(1, acc, factor, to, token, part, first_head, work.heads, PARTIAL)
 
 
 @gluon.jit
-def store_half(SIDE: gl.constexpr, acc, factor, to, token, part, first_head, H, PARTIAL: gl.constexpr):
+def store_half(SIDE: gl.constexpr, acc, factor, to, token, part, first_head, heads, PARTIAL: gl.constexpr):
     """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 in bf16."""
-    out, out_stride_t, out_stride_h, _ = to
-    TYPE: gl.constexpr = out.dtype.element_ty
+    TYPE: gl.constexpr = to.rows.dtype.element_ty
     ROWS: gl.constexpr = OUTPUT_ROWS if TYPE.primitive_bitwidth == 16 else OUTPUT
     if PARTIAL:
-        out_row = out + (part * H + first_head) * out_stride_h
+        out_row = to.rows + (part * heads + first_head) * to.stride_h
     else:
-        out_row = out + token.to(gl.int64) * out_stride_t + first_head.to(gl.int64) * out_stride_h
+        out_row = to.rows + token.to(gl.int64) * to.stride_t + first_head.to(gl.int64) * to.stride_h
     values = gl.convert_layout((acc * gl.expand_dims(factor, 1)).to(TYPE), ROWS)
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
     columns = gl.expand_dims(SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS)), 0)
-    gl.store(gl.expand_dims(out_row + rows * out_stride_h, 1) + columns, values, mask=gl.expand_dims(rows < H - first_head, 1))
+    gl.store(gl.expand_dims(out_row + rows * to.stride_h, 1) + columns, values, mask=gl.expand_dims(rows < heads - first_head, 1))
+
+
+@gluon.jit
+def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    """Begin to copy a tile's queries to shared memory."""
+    token, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
+    # Volatile: what depends on it is computed here, and not kept in registers through the loop over tiles.
+    rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
+    q_rows = queries.rows + token.to(gl.int64) * queries.stride_t + (first_head + rows).to(gl.int64) * queries.stride_h
+    for side in gl.static_range(2):
+        columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
+        pointers = gl.expand_dims(q_rows, 1) + gl.expand_dims(columns, 0)
+        mask = gl.expand_dims(rows < work.heads - first_head, 1)
+        async_copy.async_copy_global_to_shared(q_smem.slice(side * HALF, HALF, dim=1), pointers, mask=mask)
+    async_copy.mbarrier_arrive(q_full.index(0))
+    mbarrier.arrive(q_full.index(0))
 
 
 @gluon.jit
 def bring_blocks(
-    work, queries, window_slots, window_slots_stride, window_width, window_pages, window_page_stride, entry_slots, entry_slots_stride,
-    entry_width, entry_pages, entry_page_stride, zeros, q_smem, left, right, bias, of_q, of_left, of_right,
+    work, queries, window, entries, zeros, q_smem, left, right, bias, of_q, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring queries, and the records of both lists as bf16, block by block, to shared memory.
-
-    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them.
-    """
+    """Bring queries, and the records of both lists as bf16, block by block, to shared memory."""
+    BLOCK: gl.constexpr = left.shape[1]
     n = 0  # blocks of earlier tiles
     parity = 0
-    for tile in range(gl.program_id(0), work[3], gl.num_programs(0)):
-        token, split, _ = place(tile, work)
-        rows = window_slots + token.to(gl.int64) * window_slots_stride, entry_slots + token.to(gl.int64) * entry_slots_stride
-        window_length = gl.load(work[0] + token)
-        entry_length = gl.load(work[1] + token)
+    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+        token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
+        rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
+        window_length = gl.load(work.window_lengths + token)
+        entry_length = gl.load(work.entry_lengths + token)
         # Most lists are full: their slots need not wait for the lengths.
-        lists, blocks = lists_of_split(rows, window_width, entry_width, split, work)
-        first_slots = block_slots(0, lists)
-        slots = block_slots(1, lists)
+        lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
+        first_slots = block_slots(0, lists, BLOCK)
+        slots = block_slots(1, lists, BLOCK)
         if tile >= gl.num_programs(0):
-            mbarrier.wait(of_q[1].index(0), parity)
+            mbarrier.wait(of_q.empty.index(0), parity)
             parity ^= 1
-            copy_queries(tile, queries, q_smem, of_q[0], work)
-        if (window_length < window_width) | (entry_length < entry_width):
-            lists, blocks = lists_of_split(rows, window_length, entry_length, split, work)
-            first_slots = block_slots(0, lists)
-            slots = block_slots(1, lists)
-        pools = (window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, lists[4])
+            copy_queries(tile, queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+        if (window_length < window.width) | (entry_length < entries.width):
+            lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, PARTIAL)
+            first_slots = block_slots(0, lists, BLOCK)
+            slots = block_slots(1, lists, BLOCK)
+        pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
         bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
                    ENTRIES_PER_PAGE)  # fmt: skip
         n += blocks
 
 
 @gluon.jit
-def lists_of_split(rows, window_length, entry_length, split, work):
+def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
     """Both lists as if slot 0 of either were the first of all blocks of a split, none reaching beyond its last; and its blocks."""
-    window_blocks = (window_length + 63) // 64
-    first, blocks = split_range(split, window_blocks + (entry_length + 63) // 64, work)
+    window_blocks = (window_length + BLOCK - 1) // BLOCK
+    first, blocks = split_range(split, window_blocks + (entry_length + BLOCK - 1) // BLOCK, work, PARTIAL)
     window_blocks = window_blocks - first
-    window_end = gl.minimum(window_length - first * 64, blocks * 64)
-    entry_end = gl.minimum(entry_length + window_blocks * 64, blocks * 64)
-    return (rows[0] + first * 64, window_end, rows[1] - window_blocks * 64, entry_end, window_blocks), blocks
-
-
-@gluon.jit
-def copy_queries(tile, queries, q_smem, q_full, work):
-    """Begin to copy a tile's queries to shared memory."""
-    token, _, first_head = place(tile, work)
-    q, q_stride_t, q_stride_h = queries
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
-    # Volatile: what depends on it is computed here, and not kept in registers through the loop over tiles.
-    rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
-    q_rows = q + token.to(gl.int64) * q_stride_t + (first_head + rows).to(gl.int64) * q_stride_h
-    for side in gl.static_range(2):
-        columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
-        pointers = gl.expand_dims(q_rows, 1) + gl.expand_dims(columns, 0)
-        mask = gl.expand_dims(rows < work[2] - first_head, 1)
-        async_copy.async_copy_global_to_shared(q_smem.slice(side * HALF, HALF, dim=1), pointers, mask=mask)
-    async_copy.mbarrier_arrive(q_full.index(0))
-    mbarrier.arrive(q_full.index(0))
+    window_end = gl.minimum(window_length - first * BLOCK, blocks * BLOCK)
+    entry_end = gl.minimum(entry_length + window_blocks * BLOCK, blocks * BLOCK)
+    return (rows[0] + first * BLOCK, window_end, rows[1] - window_blocks * BLOCK, entry_end, window_blocks), blocks
 
 
 @gluon.jit
@@ -513,26 +569,31 @@ def bring_tile(
     n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
+    """Bring a tile's records, n blocks after those of the program's first.
+
+    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them. The compiler
+    has one scoreboard for all these loads, so whoever waits for one waits for all that were issued: the loads of a half are issued
+    once those of the other half have come, which `never`, a zero that the compiler does not know, makes their addresses depend on.
+    """
+    BLOCK: gl.constexpr = left.shape[1]
     window_blocks = lists[4]
     where = locate(0, n, first_slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-    left_full, left_empty = of_left
-    right_full, right_empty = of_right
     if WINDOW.grid is None:
         for block in range(blocks):
             half = (n + block) % 2
             phase = (n + block) // 2 % 2 ^ 1
-            mbarrier.wait(left_empty.index(half), phase)
+            mbarrier.wait(of_left.empty.index(half), phase)
             copy_half(0, where, left.index(half))
-            async_copy.mbarrier_arrive(left_full.index(half))
-            mbarrier.wait(right_empty.index(half), phase)
+            async_copy.mbarrier_arrive(of_left.full.index(half))
+            mbarrier.wait(of_right.empty.index(half), phase)
             copy_half(1, where, right.index(half))
-            async_copy.mbarrier_arrive(right_full.index(half))
+            async_copy.mbarrier_arrive(of_right.full.index(half))
             where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            slots = block_slots(block + 2, lists)
-            mbarrier.arrive(left_full.index(half))
-            mbarrier.arrive(right_full.index(half))
+            slots = block_slots(block + 2, lists, BLOCK)
+            mbarrier.arrive(of_left.full.index(half))
+            mbarrier.arrive(of_right.full.index(half))
     else:
-        nothing = gl.zeros([64, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps())))
+        nothing = gl.zeros([BLOCK, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))
         left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
         right_codes, right_scales = load_half(1, where, nothing, WINDOW, ENTRIES)
         never = gl.program_id(1)
@@ -540,25 +601,25 @@ def bring_tile(
             half = (n + block) % 2
             phase = (n + block) // 2 % 2 ^ 1
             in_window = block < window_blocks
-            mbarrier.wait(left_empty.index(half), phase)
+            mbarrier.wait(of_left.empty.index(half), phase)
             convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
-            mbarrier.arrive(left_full.index(half))
+            mbarrier.arrive(of_left.full.index(half))
             where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             left_codes, left_scales = load_half(0, where, (right_scales[0] & never) * 16, WINDOW, ENTRIES)
-            mbarrier.wait(right_empty.index(half), phase)
+            mbarrier.wait(of_right.empty.index(half), phase)
             convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
-            mbarrier.arrive(right_full.index(half))
+            mbarrier.arrive(of_right.full.index(half))
             right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
-            slots = block_slots(block + 2, lists)
+            slots = block_slots(block + 2, lists, BLOCK)
 
 
 @gluon.jit
-def block_slots(block, lists):
-    """Slots of a block [64], -1 beyond its list's end."""
+def block_slots(block, lists, BLOCK: gl.constexpr):
+    """Slots of a block, -1 beyond its list's end."""
     window_row, window_end, entry_row, entry_end, window_blocks = lists
     in_window = block < window_blocks
-    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps())))  # one value per key
-    n = block * 64 + gl.arange(0, 64, layout=KEYS)
+    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))  # one value per key
+    n = block * BLOCK + gl.arange(0, BLOCK, layout=KEYS)
     return gl.load((window_row if in_window else entry_row) + n, mask=n < (window_end if in_window else entry_end), other=-1)
 
 
@@ -621,13 +682,14 @@ def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
     v4: 128 codes of each key, in the last quarter 64 codes [64, 8, 2], and 64 bf16. v41: 128 codes. v41_fp4: all 256 are in the first,
     of each quarter in two words; the second holds nothing.
     """
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
-    NARROW: gl.constexpr = code_layout(2, gl.num_warps())
+    KEYS: gl.constexpr = where[0].shape[0]
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
+    NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
     words = where[0].to(gl.pointer_type(gl.int32)) + SIDE * (32 if LAYOUT.name == "v41_fp4" else 64)
     if LAYOUT.name == "v41_fp4":
         # In the order of their registers, so that they are where the codes of another layout would be without being moved.
         pair = gl.join(load_words(words, after, NARROW), load_words(words + 16, after, NARROW)).permute((0, 1, 3, 2))
-        return gl.convert_layout(gl.reshape(pair, [64, 8, 4]), WIDE), gl.zeros([64, 8, 4], gl.int32, WIDE)
+        return gl.convert_layout(gl.reshape(pair, [KEYS, 8, 4]), WIDE), gl.zeros([KEYS, 8, 4], gl.int32, WIDE)
     elif LAYOUT.name == "v4" and SIDE == 1:
         last = load_words(words + 32, after, NARROW, True), load_words(words + 48, after, WIDE, True)
         return load_words(words, after, WIDE), last
@@ -668,7 +730,8 @@ def load_scales(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
 @gluon.jit
 def load_scale_word(scales, after, THREADS: gl.constexpr):
     """A word for THREADS threads of a row."""
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
+    KEYS: gl.constexpr = scales.shape[0]
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
     v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, WIDE))), 0)
     return gl.load(gl.expand_dims(scales, 1) + (v // THREADS + after))
 
@@ -687,8 +750,9 @@ def convert_half(SIDE: gl.constexpr, codes, scales, in_window, keys, WINDOW: gl.
 
 @gluon.jit
 def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr):
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
-    NARROW: gl.constexpr = code_layout(2, gl.num_warps())
+    KEYS: gl.constexpr = keys.shape[0]
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
+    NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
     if LAYOUT.name == "v4":
         store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 4, WIDE)), keys, 0)
         if SIDE == 0:
@@ -701,7 +765,7 @@ def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr)
         store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 2, WIDE)), keys, 0)
         store_words(convert_e4m3(codes[1], pick_scale(scales[1], 0, 2, WIDE)), keys, 1)
     else:
-        first, second = gl.split(gl.reshape(codes[0], [64, 8, 2, 2]).permute((0, 1, 3, 2)))
+        first, second = gl.split(gl.reshape(codes[0], [KEYS, 8, 2, 2]).permute((0, 1, 3, 2)))
         store_words(convert_e2m1(gl.convert_layout(first, NARROW), pick_scale(scales[0], 0, 1, NARROW)), keys, 0)
         store_words(convert_e2m1(gl.convert_layout(second, NARROW), pick_scale(scales[1], 0, 1, NARROW)), keys, 1)
 
@@ -709,7 +773,8 @@ def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr)
 @gluon.jit
 def turn_back(values):
     """int32 [64, 8, ...], 16 bytes of each thread in a turned order, to [64, 32]: four neighbours write to every other bank."""
-    return gl.reshape(gl.reshape(values, [64, 2, 4, 4]).permute((0, 2, 1, 3)), [64, 32])
+    KEYS: gl.constexpr = values.shape[0]
+    return gl.reshape(gl.reshape(values, [KEYS, 2, 4, 4]).permute((0, 2, 1, 3)), [KEYS, 32])
 
 
 @gluon.jit
@@ -722,8 +787,9 @@ def pick_scale(scales, FIRST: gl.constexpr, THREADS: gl.constexpr, LAYOUT: gl.co
 
 @gluon.jit
 def store_words(values, keys, SIDE: gl.constexpr):
-    words = keys._reinterpret(gl.int32, [64, 128], SHARED_WORDS)
-    words.slice(SIDE * 64, 64, dim=1).store(gl.reshape(values, [64, 64]))
+    KEYS: gl.constexpr = keys.shape[0]
+    words = keys._reinterpret(gl.int32, [KEYS, 128], SHARED_WORDS)
+    words.slice(SIDE * 64, 64, dim=1).store(gl.reshape(values, [KEYS, 64]))
 
 
 @gluon.jit
@@ -830,7 +896,7 @@ def aot_cases() -> list[AotCase]:
 
     def attend(pair: tuple[str, str], count: int) -> AotCase:
         window, entries = layouts.get(pair[0]), layouts.get(pair[1])
-        constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "PARTIAL": count > 1, "HEAD_BLOCKS": 1}
+        constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "PARTIAL": count > 1, "HEAD_BLOCKS": 1, "BLOCK": 64}
         constants |= {"WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
         constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
         name = f"sparse_attention gluon {'+'.join(pair)} splits {count}"
