@@ -572,8 +572,9 @@ def bring_tile(
     """Bring a tile's records, n blocks after those of the program's first.
 
     Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them. The compiler
-    has one scoreboard for all these loads, so whoever waits for one waits for all that were issued: the loads of a half are issued
-    once those of the other half have come, which `never`, a zero that the compiler does not know, makes their addresses depend on.
+    gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So the loads of a half are issued when
+    those of the other have come: their addresses depend on it through `never`, a zero that the compiler does not know. Before the
+    loop, too, or it would wait at the loop's head.
     """
     BLOCK: gl.constexpr = left.shape[1]
     window_blocks = lists[4]
@@ -594,14 +595,16 @@ def bring_tile(
             mbarrier.arrive(of_right.full.index(half))
     else:
         nothing = gl.zeros([BLOCK, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))
-        left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
-        right_codes, right_scales = load_half(1, where, nothing, WINDOW, ENTRIES)
         never = gl.program_id(1)
+        left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
+        came = gl.max(left_codes[0], axis=2) | gl.max(left_codes[1], axis=2) | left_scales[0] | left_scales[1]
+        right_codes, right_scales = load_half(1, where, (came & never) * 16, WINDOW, ENTRIES)
         for block in range(blocks):
             half = (n + block) % 2
             phase = (n + block) // 2 % 2 ^ 1
             in_window = block < window_blocks
             mbarrier.wait(of_left.empty.index(half), phase)
+            next_slots = block_slots(block + 2, lists, BLOCK)
             convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_left.full.index(half))
             where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
@@ -610,7 +613,7 @@ def bring_tile(
             convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_right.full.index(half))
             right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
-            slots = block_slots(block + 2, lists, BLOCK)
+            slots = next_slots
 
 
 @gluon.jit
@@ -830,20 +833,21 @@ def convert_e4m3(codes, scale):
 def convert_e2m1(codes, scale):
     """codes int32 [64, 8, V] of eight e2m1 each, scale int32 [64, 8] e4m3 -> words [64, 8, V, 2, 2] of two bf16 each.
 
-    Both bytes of a magnitude's bf16 are looked up, eight entries by three bits; the sign is bit 3.
+    Both bytes of a magnitude's bf16 are looked up, eight entries by three bits; the sign is bit 3. A scale's bits moved to bf16's fields
+    are its value times 2^-120.
     """
-    scale, codes = gl.broadcast(gl.expand_dims(scale, 2), codes)
+    pair = gl.inline_asm_elementwise(
+        "{ .reg .b32 c; mov.b32 c, 0x7b807b80; mul.rn.bf16x2 $0, $1, c; }",
+        "=r,r",
+        [((scale & 0x7F) << 4 | (scale & 0x80) << 8) * 0x10001],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    pair, codes = gl.broadcast(gl.expand_dims(pair, 2), codes)
     a, b, c, d = gl.inline_asm_elementwise(
         """{
-        .reg .b32 m, n, s, h, l, i, k, g, t, f, x;
-        and.b32 t, $5, 0x80;
-        shl.b32 f, $5, 4;
-        and.b32 f, f, 0x7f0;
-        shl.b32 t, t, 8;
-        or.b32 f, f, t;
-        prmt.b32 f, f, f, 0x1010;
-        mov.b32 x, 0x7b807b80;
-        mul.rn.bf16x2 f, f, x;
+        .reg .b32 m, n, s, h, l, i, k, g, t, x;
         mov.b32 k, 0x3f3f3f00;
         mov.b32 g, 0x40404040;
         mov.b32 x, 0xc0804000;
@@ -855,25 +859,21 @@ def convert_e2m1(codes, scale):
         prmt.b32 i, l, x, m;
         prmt.b32 k, k, g, n;
         prmt.b32 l, l, x, n;
+        prmt.b32 t, s, $4, 0x5140;
+        lop3.b32 h, t, 0x80808080, h, 0xea;
+        prmt.b32 t, s, $4, 0x7362;
+        lop3.b32 k, t, 0x80808080, k, 0xea;
         prmt.b32 m, i, h, 0x5140;
         prmt.b32 n, i, h, 0x7362;
         prmt.b32 i, l, k, 0x5140;
         prmt.b32 h, l, k, 0x7362;
-        prmt.b32 t, s, $4, 0x4000;
-        lop3.b32 m, t, 0x80008000, m, 0xea;
-        prmt.b32 t, s, $4, 0x5010;
-        lop3.b32 n, t, 0x80008000, n, 0xea;
-        prmt.b32 t, s, $4, 0x6020;
-        lop3.b32 i, t, 0x80008000, i, 0xea;
-        prmt.b32 t, s, $4, 0x7030;
-        lop3.b32 h, t, 0x80008000, h, 0xea;
-        mul.rn.bf16x2 $0, m, f;
-        mul.rn.bf16x2 $1, n, f;
-        mul.rn.bf16x2 $2, i, f;
-        mul.rn.bf16x2 $3, h, f;
+        mul.rn.bf16x2 $0, m, $5;
+        mul.rn.bf16x2 $1, n, $5;
+        mul.rn.bf16x2 $2, i, $5;
+        mul.rn.bf16x2 $3, h, $5;
         }""",
         "=&r,=&r,=&r,=&r,r,r",
-        [codes, scale],
+        [codes, pair],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True,
         pack=1,
