@@ -23,13 +23,22 @@ from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys
-from abyssal.ops.sparse_attention.triton import LOG2_E, best_split, combine, fixed_splits, multiprocessors, new_partial
+from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, combine, fixed_splits, multiprocessors, new_partial
 
 BLOCK_HEADS = 64  # rows of one wgmma
-BLOCK_KEYS = 64
+BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them
 NUM_WARPS = 4  # of the role that weighs; four more add the right half
 ADD_REGISTERS = 160
 BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
+
+
+# Microseconds, fitted to 25 measured launches of 1 to 16 queries with 640 keys each.
+START_COST = 5.4  # of one program (launch, queries, first records, result)
+BLOCK_COST = {64: 2.8, 32: 1.5}  # of one more block, by its keys
+COMBINE_COST = 1.7  # of the second launch
+READ_COST = 0.3  # of its reading up to 16 parts of a head at once
+PART_COST = 0.03  # of writing and reading one part
+SMALL_PARTS = 40  # parts of 32 keys' blocks in all up to which more of them paid; above, at most 8 splits did
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +46,27 @@ class LaunchConfig:
     """Splits of one launch, and its blocks of keys: 64 or 32."""
 
     splits: Splits
-    block_keys: int = 64
+    block_keys: int = BLOCK_KEYS
 
 
 def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, batch_invariant: bool = False) -> LaunchConfig:
-    """As for the portable kernel, with blocks of 64 heads and 64 keys."""
-    blocks = sum(-(-keys // BLOCK_KEYS) for keys in max_keys)
+    """Splits and blocks of keys that take the least time, as for the portable kernel, with blocks of 64 heads.
+
+    In batch-invariant mode a split is a fixed number of blocks of 64 keys whatever else is in the batch.
+    """
+    programs = tokens * -(-heads // BLOCK_HEADS)
+    blocks = {keys: max(1, sum(-(-n // keys) for n in max_keys)) for keys in BLOCK_COST}
     if batch_invariant:
-        return LaunchConfig(fixed_splits(blocks))
-    return LaunchConfig(Splits(best_split(tokens * -(-heads // BLOCK_HEADS), blocks, sms), None))
+        return LaunchConfig(fixed_splits(blocks[BLOCK_KEYS]))
+
+    def cost(config: LaunchConfig) -> float:
+        count, keys = config.splits.count, config.block_keys
+        waves = -(-programs * count // sms)
+        parts = COMBINE_COST + READ_COST * -(-count // COMBINE_BLOCK) + PART_COST * programs * count if count > 1 else 0
+        return waves * (START_COST + -(-blocks[keys] // count) * BLOCK_COST[keys]) + parts
+
+    most = {64: blocks[64], 32: min(blocks[32], max(8, SMALL_PARTS // programs))}
+    return min((LaunchConfig(Splits(count, None), keys) for keys in most for count in range(1, most[keys] + 1)), key=cost)
 
 
 def bringing_warps(window: Layout, entries: Layout) -> int:
@@ -882,25 +903,22 @@ def convert_e2m1(codes, scale):
 
 
 def aot_cases() -> list[AotCase]:
-    """Every pair of layouts, with splits and without."""
+    """Every pair of layouts, with splits and without, and blocks of 32 keys."""
     pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("window_pages", "entry_pages", "zeros"), "*u8")
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
     pointers |= dict.fromkeys(("sink", "lse", "partial_out", "partial_lse"), "*fp32")
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
-    signature = (
-        pointers
-        | dict.fromkeys((*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks"), "i32")
-        | {"scale_log2": "fp32"}
-    )
+    numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks")
+    signature = pointers | dict.fromkeys(numbers, "i32") | {"scale_log2": "fp32"}
 
-    def attend(pair: tuple[str, str], count: int) -> AotCase:
+    def attend(pair: tuple[str, str], count: int, keys: int = BLOCK_KEYS) -> AotCase:
         window, entries = layouts.get(pair[0]), layouts.get(pair[1])
-        constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "PARTIAL": count > 1, "HEAD_BLOCKS": 1, "BLOCK": 64}
-        constants |= {"WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
+        constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
+        constants |= {"PARTIAL": count > 1, "HEAD_BLOCKS": 1, "BLOCK": keys}
         constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
-        name = f"sparse_attention gluon {'+'.join(pair)} splits {count}"
+        name = f"sparse_attention gluon {'+'.join(pair)} k{keys} splits {count}"
         reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
 
-    return [attend(pair, count) for pair in PAIRS for count in (1, 2)]
+    return [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS]
