@@ -395,6 +395,24 @@ def test_launch_config_fills_the_chip(tokens, heads, keys, count):
     )
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "entries", "count", "block_keys"),
+    [
+        (1, 64, 512, 20, 32),
+        (4, 64, 512, 10, 64),
+        (64, 64, 512, 2, 64),
+        (64, 128, 512, 1, 64),
+        (1, 64, 8192, 65, 64),
+        (1, 4, 0, 4, 32),
+    ],
+)
+def test_hopper_launch_config_takes_small_blocks_where_programs_are_few(tokens, heads, entries, count, block_keys):
+    config = wgmma.launch_config(tokens, heads, (128, entries), 132)
+    assert config == wgmma.LaunchConfig(Splits(count, None), block_keys)
+    fixed = wgmma.launch_config(tokens, heads, (128, entries), 132, batch_invariant=True)
+    assert fixed.block_keys == 64 and fixed.splits == portable.launch_config(tokens, heads, (128, entries), 132, True).splits
+
+
 def test_unsupported_arguments_are_named():
     with pytest.raises(ConfigError, match="'v4' with entries 'v41_fp4'"):
         check_layouts(layouts.get("v4"), layouts.get("v41_fp4"))
