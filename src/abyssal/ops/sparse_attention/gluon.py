@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +31,13 @@ NUM_WARPS = 4  # of the role that weighs; four more add the right half
 ADD_REGISTERS = 160
 BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
 
-
 # Microseconds, fitted to 25 measured launches of 1 to 16 queries with 640 keys each.
 START_COST = 5.4  # of one program (launch, queries, first records, result)
 BLOCK_COST = {64: 2.8, 32: 1.5}  # of one more block, by its keys
 COMBINE_COST = 1.7  # of the second launch
 READ_COST = 0.3  # of its reading up to 16 parts of a head at once
 PART_COST = 0.03  # of writing and reading one part
-SMALL_PARTS = 40  # parts of 32 keys' blocks in all up to which more of them paid; above, at most 8 splits did
+SMALL_PARTS = 40  # with blocks of 32 keys more splits paid up to so many parts in all; above, at most 8 splits did
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,7 @@ class LaunchConfig:
     block_keys: int = BLOCK_KEYS
 
 
+@lru_cache(maxsize=4096)
 def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, batch_invariant: bool = False) -> LaunchConfig:
     """Splits and blocks of keys that take the least time, as for the portable kernel, with blocks of 64 heads.
 
