@@ -349,12 +349,11 @@ def _index_score_kernel_sm90(
         coming = _coming(pages, first + thread, thread < AHEAD, last, TILES)
         _prefetch(pool, coming, first + thread, PAGE_WORDS, KEY_WORDS, TILES)
         coming = _coming(pages, first + AHEAD + thread, thread < ITEMS, last, TILES)
-        if QUERIES == 1:  # the first tiles of the row after, too; with more queries a row is long
-            if stop < end:
-                next_row, next_begin, next_end = _row_at(ends, stop, total)
-                next_pages = page_table + (next_row // blocks).to(gl.int64) * table_stride
-                next_page = _coming(next_pages, thread, thread < AHEAD, gl.minimum(end, next_end) - next_begin, TILES)
-                _prefetch(pool, next_page, thread, PAGE_WORDS, KEY_WORDS, TILES)
+        if QUERIES == 1 and stop < end:  # the first tiles of the row after, too; with more queries a row is long
+            next_row, next_begin, next_end = _row_at(ends, stop, total)
+            next_pages = page_table + (next_row // blocks).to(gl.int64) * table_stride
+            next_page = _coming(next_pages, thread, thread < AHEAD, gl.minimum(end, next_end) - next_begin, TILES)
+            _prefetch(pool, next_page, thread, PAGE_WORDS, KEY_WORDS, TILES)
         words, scales = _load_tile(pieces, lanes, _page(pages, first, last, TILES), first, PAGE_WORDS, KEY_WORDS, TILES)
         page_b, page_a = _page(pages, first + 1, last, TILES), _page(pages, first + 2, last, TILES)
 
