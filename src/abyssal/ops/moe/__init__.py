@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.ops.linear import LinearWeight, linear
+from abyssal.ops.norm import rounded
 
 SUM_FLOOR = 1e-20  # scores may all underflow to 0
 
@@ -38,7 +39,7 @@ def expert_layer(x: Tensor, token_ids: Tensor, layer: ExpertLayer) -> Tensor:
     ids = None if layer.tid2eid is None else layer.tid2eid[token_ids]
     experts, weights = route(x, layer.gate, layer.bias, ids, layer.k, layer.scale, layer.temperature)
     shared = shared_expert(x, layer).float()
-    return _add_outputs(shared, x, experts, weights, layer.w13, layer.w2, layer.limit, 0).to(x.dtype)
+    return rounded(_add_outputs(shared, x, experts, weights, layer.w13, layer.w2, layer.limit, 0), x.dtype)
 
 
 def shared_expert(x: Tensor, layer: ExpertLayer) -> Tensor:
@@ -81,8 +82,7 @@ def _sum_of(k: int, scale: float, device: torch.device) -> tuple[Tensor, Tensor]
 def swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype) -> Tensor:
     """silu(min(gate, limit)) clamp(up, -limit, limit) weight, in fp32, rounded to `dtype`; weight fp32 [n, 1] or None."""
     act = F.silu(gate.float().clamp(max=limit)).mul_(up.float().clamp(-limit, limit))
-    act = act if weight is None else act.mul_(weight)
-    return act if act.dtype == dtype else act.to(dtype)
+    return rounded(act if weight is None else act.mul_(weight), dtype)
 
 
 def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float, first: int = 0) -> Tensor:
@@ -134,4 +134,4 @@ def _outputs_by_expert(
 def _linear_by_expert(x: Tensor, weight: LinearWeight, counts: dict[int, int]) -> Tensor:
     """x [P, K], so many rows of each expert in turn, by the matrices [E, N, K] of these experts -> [P, N]."""
     parts = zip(counts, x.split_with_sizes(list(counts.values())), strict=True)
-    return torch.cat([linear(rows, weight.expert(index)) for index, rows in parts])
+    return torch.cat([linear(rows, weight, index) for index, rows in parts])
