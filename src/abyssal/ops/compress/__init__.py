@@ -57,7 +57,7 @@ def compress(
             _, s, v = complete.unbind(1)
             pooled = v / s  # [E, D]
             sums.write(facts.sum_slots[sums.spec.name][layer_row], still_open.flatten(1))
-    latent = rows.new_empty(0, len(norm), dtype=dtype)
+    latent = rows.new_empty(0, norm.shape[0], dtype=dtype)
     if facts.num_entries:
         latent = rms_norm(pooled.to(dtype), norm, eps)
         store_entries(latent, facts, entries, layer_row, rotate_keys)
