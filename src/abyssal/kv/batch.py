@@ -203,9 +203,14 @@ def _joined(parts: list[np.ndarray], axis: int = 0) -> np.ndarray:
 
 
 def engram_rows(ngrams: NgramHash, chunks: list[Chunk]) -> Tensor:
-    for chunk in chunks:
-        assert len(chunk.before) == min(chunk.start, ngrams.history), f"{len(chunk.before)} ids before position {chunk.start}"
-    return torch.from_numpy(np.concatenate([ngrams.rows(c.before, c.token_ids) for c in chunks], axis=1))
+    return ngrams.rows(torch.cat([_recent(chunk, ngrams.history) for chunk in chunks]))
+
+
+def _recent(chunk: Chunk, history: int) -> Tensor:
+    """[T, history + 1], as `NgramHash.rows` takes them."""
+    assert len(chunk.before) == min(chunk.start, history), f"{len(chunk.before)} ids before position {chunk.start}"
+    missing = [-1] * (history - len(chunk.before))
+    return torch.tensor([*missing, *chunk.before, *chunk.token_ids]).unfold(0, history + 1, 1).flip(1)
 
 
 def stores_tokens(spec: CacheSpec) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from abyssal.checkpoint.rows import RowTable
 from abyssal.config import LayerPlan, ModelConfig
 from abyssal.kv.batch import Batch, CompressFacts, QueryGroup, StoreFacts
 from abyssal.kv.layouts import Grid
@@ -18,6 +19,7 @@ from abyssal.ops import hyper_connection as hc
 from abyssal.ops._select import Query, Selection, decides, publishes
 from abyssal.ops.compress import compress, store_entries
 from abyssal.ops.decode_facts import Plan, decode_facts
+from abyssal.ops.engram import engram
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
 from abyssal.ops.linear import LinearWeight, laid_out, linear, linear_grouped
@@ -179,6 +181,15 @@ class ReferenceOps:
 
     def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return hc.expand(streams, out, post, comb)
+
+    def prepare_table(self, table: RowTable) -> None:
+        return None
+
+    def table_rows(self, rows: Tensor, prepared: None, dtype: torch.dtype) -> Tensor:
+        raise AssertionError("the host reads the rows")
+
+    def engram(self, streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return engram(streams, key, value, weight, eps)
 
     def prepare_experts(self, layer: ExpertLayer) -> ReferenceExperts:
         of_x = self.prepare_linear(layer.gate, layer.shared_w1, layer.shared_w3)
