@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Casts of the interpreter of Triton 3.6 to fewer bits drop the carry into the exponent. There, rounding is integer arithmetic; the
 # hardware instruction does the same at a tenth of the cost.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def wait_for_inputs():
+    """First in a kernel with `launch_pdl`: it may start while the one before ends, and so may the next; before this, nothing is read."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -37,10 +46,33 @@ def to_fp32(x):
 @triton.jit
 def round_like(x, BF16: tl.constexpr):
     """The rounding point of a bf16 run; exact in an fp32 run."""
-    if BF16:
-        return to_fp32(to_bf16(x))
-    else:
+    if not BF16:
         return x
+    elif INTERPRETED:
+        return to_fp32(to_bf16(x))
+    else:  # two values per conversion
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }",
+            "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def exp2(x):
+    """2^x for x <= 0 as fp32, 0 below 2^-126."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x within one ulp, for x and results in fp32's normal range."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -159,6 +191,15 @@ def e2m1_codes(x):
     """fp32 -> codes 0..15 as int32: clamped to 6, ties to even, the sign kept."""
     sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
     return _code_bits(tl.minimum(tl.abs(x), 6.0), 1, 0) | sign
+
+
+@triton.jit
+def e2m1_rounded(x):
+    """fp32, at most 6 in size -> the nearest value of e2m1, ties to even codes, the sign kept; by float addition as `_code_bits`."""
+    bits = x.to(tl.int32, bitcast=True)
+    spacing = (tl.maximum(bits & 0x7F800000, 127 << 23) + (22 << 23)).to(tl.float32, bitcast=True)
+    rounded = (tl.abs(x) + spacing) - spacing
+    return (rounded.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

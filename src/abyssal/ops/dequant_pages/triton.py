@@ -12,7 +12,7 @@ from torch import Tensor
 from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import load_records, store_like
+from abyssal.ops._records import load_records, store_like, wait_for_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ def dequant_pages_kernel(
     pages, page_bytes, where, out, count, ENTRIES: tl.constexpr, WHOLE_PAGES: tl.constexpr, layout: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    wait_for_inputs()
     inside = row < count
     if WHOLE_PAGES:
         page = tl.load(where + row // ENTRIES, mask=inside, other=0).to(tl.int32)
@@ -67,7 +68,7 @@ def dequant_pages(
     config = config or dequant_config(count, layout.dim)
     dequant_pages_kernel[(triton.cdiv(count, config.entries_per_program),)](
         pages, pages.stride(0), where, out, count, ENTRIES=entries_per_page, WHOLE_PAGES=whole_pages, layout=layout,
-        ROWS=config.entries_per_program, num_warps=1,
+        ROWS=config.entries_per_program, num_warps=1, launch_pdl=pages.is_cuda,
     )  # fmt: skip
     return out
 

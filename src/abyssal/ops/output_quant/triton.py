@@ -11,7 +11,17 @@ from torch import Tensor
 
 from abyssal.kv.layouts import Grid
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import e4m3_codes, e4m3_values, load_rope, rotate, round_like, scale_tiles, store_like, to_fp32
+from abyssal.ops._records import (
+    e4m3_codes,
+    e4m3_values,
+    load_rope,
+    rotate,
+    round_like,
+    scale_tiles,
+    store_like,
+    to_fp32,
+    wait_for_inputs,
+)
 from abyssal.ops.linear.triton import QuantisedInput
 
 
@@ -39,6 +49,7 @@ def output_quant_kernel(
     token = program // (HEADS // PER_PROGRAM)
     head = program % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
     column = tl.arange(0, D)[None, :]
+    wait_for_inputs()
     x = to_fp32(tl.load(out + token * out_stride_t + head * out_stride_h + column))
     cos, sin = load_rope(rope, token, PER_PROGRAM, D, ROPE)
     x = rotate(x, cos, -sin, PER_PROGRAM, D, ROPE)
@@ -97,7 +108,7 @@ def _launch(
     output_quant_kernel[(tokens * heads // config.heads_per_program,)](
         out, out.stride(0), out.stride(1), torch.view_as_real(rope), result, scales, 0 if scales is None else scales.stride(0),
         HEADS=heads, PER_PROGRAM=config.heads_per_program, D=dim, ROPE=2 * rope.shape[1], quant=grid, CODES=scales is not None,
-        num_warps=config.num_warps,
+        num_warps=config.num_warps, launch_pdl=out.is_cuda,
     )  # fmt: skip
 
 

@@ -13,7 +13,17 @@ from torch import Tensor
 from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import finish_row, load_finish, load_rope, rms_scale, rotate, round_like, store_like, to_fp32
+from abyssal.ops._records import (
+    finish_row,
+    load_finish,
+    load_rope,
+    rms_scale,
+    rotate,
+    round_like,
+    store_like,
+    to_fp32,
+    wait_for_inputs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,7 @@ def qkv_insert_kernel(
     D: tl.constexpr = layout.dim
     BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16
     program = tl.program_id(0)
+    wait_for_inputs()
     if program < tokens:
         slot = tl.load(slots + program + tl.arange(0, 1))
         row = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, D)[None, :]))
@@ -85,6 +96,7 @@ def window_store_kernel(
     ROPE: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
+    wait_for_inputs()
     slot = tl.load(slots + program + tl.arange(0, 1))
     x = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, layout.dim)[None, :]))
     BF16: tl.constexpr = kv.dtype.element_ty == tl.bfloat16
@@ -131,7 +143,7 @@ def qkv_insert(
     qkv_insert_kernel[(tokens + tokens * heads // config.heads_per_program,)](
         q, q.stride(0), q.stride(1), kv, kv.stride(0), torch.view_as_real(rope), pages, pages.stride(0), slots, stored, eps or 0.0,
         tokens, HEADS=heads, PER_PROGRAM=config.heads_per_program, NORM=eps is not None, ROPE=2 * rope.shape[1], layout=layout,
-        ENTRIES=entries_per_page, num_warps=config.num_warps,
+        ENTRIES=entries_per_page, num_warps=config.num_warps, launch_pdl=q.is_cuda,
     )  # fmt: skip
     return q
 
@@ -164,7 +176,7 @@ def window_store(
     window_store_kernel[(tokens,)](
         kv, kv.stride(0), norm, None if rope is None else torch.view_as_real(rope), pages, pages.stride(0), slots, latent,
         stored, eps, ROPE=0 if rope is None else 2 * rope.shape[1], layout=layout, ENTRIES=entries_per_page,
-        num_warps=config.num_warps,
+        num_warps=config.num_warps, launch_pdl=kv.is_cuda,
     )  # fmt: skip
 
 
