@@ -15,7 +15,7 @@ from bench.ops import write_path as wp
 
 def main() -> None:
     args = wp.arguments(__doc__ or "")
-    table = wp.Table("index_query")
+    table = wp.Table("index_query", not args.no_compile)
     for shape in wp.SHAPES:
         if shape.name == "v4-pro":  # as v4-flash
             continue
@@ -28,10 +28,10 @@ def main() -> None:
                 q = torch.randn(tokens, shape.index_heads, 128, device=wp.DEVICE, dtype=torch.bfloat16)
                 weights = torch.randn(tokens, shape.index_heads, device=wp.DEVICE, dtype=torch.bfloat16)
                 inputs.append((q, weights, wp.table(tokens)))
-            for per_program in (2, 4, 8):
-                config = kernels.IndexQueryConfig(per_program)
+            for per_program, num_warps in ((64, 4), (32, 4), (64, 8)) if shape.hadamard else ((4, 1), (8, 1), (2, 1)):
+                config = kernels.IndexQueryConfig(per_program, num_warps)
                 table.time(
-                    shape.name, tokens, f"{per_program} heads",
+                    shape.name, tokens, f"{per_program} heads, {num_warps} warps",
                     lambda q, weights, rope, config=config, shape=shape, grid=grid: kernels.index_query(
                         q, weights, rope, rotate_query=shape.hadamard, grid=grid, config=config
                     ),
@@ -41,9 +41,7 @@ def main() -> None:
             def chain(q, weights, rope, shape=shape, grid=grid):
                 return reference(q, weights, rope, rotate_query=shape.hadamard, grid=grid)
 
-            table.time(shape.name, tokens, "eager", chain, inputs, moved)
-            if not args.no_compile and shape.name == "v4-flash":
-                table.time(shape.name, tokens, "compile", wp.compiled(chain), inputs, moved)
+            table.time_chain(shape.name, tokens, chain, inputs, moved)
     table.print()
     table.save(args.json)
 

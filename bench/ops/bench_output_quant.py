@@ -14,7 +14,7 @@ from bench.ops import write_path as wp
 
 def main() -> None:
     args = wp.arguments(__doc__ or "")
-    table = wp.Table("output_quant")
+    table = wp.Table("output_quant", not args.no_compile)
     for shape in wp.SHAPES:
         for tokens in args.tokens:
             moved = tokens * (shape.heads * 512 * (2 + 1) + shape.heads * 512 // shape.tile + 64 * 4)
@@ -35,9 +35,7 @@ def main() -> None:
             def chain(out, rope, tile=shape.tile):
                 return reference(out.float(), rope, tile, torch.bfloat16)
 
-            table.time(shape.name, tokens, "eager", chain, inputs, moved)
-            if not args.no_compile and shape.name == "v4-flash":
-                table.time(shape.name, tokens, "compile", wp.compiled(chain), inputs, moved)
+            table.time_chain(shape.name, tokens, chain, inputs, moved)
             del inputs
     table.print()
     table.save(args.json)

@@ -89,10 +89,33 @@ def compress_kernels() -> None:
         )  # fmt: skip
 
 
+def token_each_kernels() -> None:
+    for ratio, name in ((4, "v4"), (4, "index_fp8"), (2, "v41_fp4"), (128, "v4")):
+        layout, slots = layouts.get(name), {4: 8, 2: 2, 128: 9}[ratio]
+        dim = layout.dim
+        width = (4 if ratio == 4 else 2) * dim
+        state, record = layouts.state_rows(width), layouts.state_rows(3 * dim)
+        data, entry_slots = wp.pool(layout, TOKENS, ENTRIES)
+        states, state_slots = wp.pool(state, TOKENS * slots, ENTRIES)
+        carried, each = state_slots[: TOKENS * (slots - 1)], torch.arange(TOKENS, device=wp.DEVICE)
+        sources = torch.cat([torch.arange(len(carried), device=wp.DEVICE).view(TOKENS, -1), len(carried) + each.unsqueeze(1)], 1)
+        entry_slots[1] = -1
+        pages = each + 1
+        facts = step(sources.repeat(2 if ratio == 128 else 1, 1), carried, entry_slots, wp.table(TOKENS), pages.repeat(2), pages, True)
+        compressor.compress(
+            torch.randn(TOKENS, width, device=wp.DEVICE), torch.ones(dim, device=wp.DEVICE), facts,
+            StoreFacts(each, state_slots[None, len(carried) :]), compressor.Pages("state", states, state, ENTRIES),
+            compressor.Pages("sums", wp.pool(record, TOKENS, 1)[0], record, 1) if ratio == 128 else None,
+            compressor.Pages("entries", data, layout, ENTRIES), 0, overlap=ratio == 4, rotate_keys=dim == 128, eps=1e-6,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+
+
 def main() -> None:
     window_kernels()
     query_kernels()
     compress_kernels()
+    token_each_kernels()
     torch.cuda.synchronize()
     print("every write-path kernel ran")
 

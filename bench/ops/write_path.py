@@ -87,8 +87,8 @@ def view(name: str, data: Tensor, layout: Layout, entries: int) -> RecordView:
 class Table:
     """Rows of results, printed as they come; a variant that fails is a row that says why. `print` sums up."""
 
-    def __init__(self, title: str) -> None:
-        self.floor = launch_floor()
+    def __init__(self, title: str, compiles: bool = True) -> None:
+        self.floor, self.compiles = launch_floor(), compiles
         self.title = title
         self.rows: list[dict[str, Any]] = []
         print(f"{title}; empty kernel F = {self.floor:.2f} us; roof = bytes / {COPY_BANDWIDTH / 1e12} TB/s; {device_line()}")
@@ -109,6 +109,15 @@ class Table:
             print(head, row["error"], flush=True)
         self.rows.append(row)
         return row.get("us")
+
+    def time_chain(
+        self, shape: str, tokens: int, chain: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], bytes_moved: int
+    ) -> None:
+        """The op's reference as it is and through torch.compile, for the few tokens of a decode step."""
+        if tokens <= 64:
+            self.time(shape, tokens, "eager", chain, inputs, bytes_moved)
+            if self.compiles:
+                self.time(shape, tokens, "compile", compiled(chain), inputs, bytes_moved)
 
     def print(self) -> None:
         """The fastest variant of each shape and how many times longer the unfused chains take."""
