@@ -62,11 +62,17 @@ def _record(pages, page_bytes, slot, ENTRIES: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
+def _mask(count, WIDTH: tl.constexpr):
+    """[1, WIDTH] of one value: whether count > 0."""
+    return tl.zeros((1, WIDTH), tl.int32) + count.to(tl.int32) > 0
+
+
+@triton.jit
 def _keep_row(row, state_pages, state_page_bytes, slot, STATE_ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
     """Copy a row of the step to the state."""
-    column = tl.arange(0, WIDTH)
+    column = tl.arange(0, WIDTH)[None, :]
     x = tl.load(row + column)
-    tl.store(_record(state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH) + column, x, mask=slot >= 0)
+    tl.store(_record(state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH) + column, x, mask=_mask(slot + 1, WIDTH))
 
 
 @triton.jit
@@ -74,11 +80,11 @@ def _sources(
     sources, first, count, rows, rows_stride, num_tokens, carried, num_carried, state_pages, state_page_bytes,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STATE_ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to ROWS rows of a group from number `first` of `count` on, and whether each is there or the empty row.
+    """Pointers to ROWS rows of a group from number `first` of `count` on, and for each how many rows are behind it: 0 for the empty one.
 
     Row by row with scalar addresses, so that the loads of all are in flight together.
     """
-    source, pointer, filled = (), (), ()
+    source, pointer, behind = (), (), ()
     for i in tl.static_range(ROWS):
         index = tl.load(sources + first + i, mask=first + i < count, other=num_carried + num_tokens)
         source += (index.to(tl.int32),)
@@ -87,18 +93,18 @@ def _sources(
         slot = tl.load(carried + source[i], mask=old, other=0)
         kept = _record(state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH)
         pointer += (tl.where(old, kept, rows + (source[i] - num_carried).to(tl.int64) * rows_stride),)
-        filled += (source[i] < num_carried + num_tokens,)
-    return pointer, filled
+        behind += (num_carried + num_tokens - source[i],)
+    return pointer, behind
 
 
 @triton.jit
-def _load_rows(pointer, filled, late, D: tl.constexpr, WIDTH: tl.constexpr):
+def _load_rows(pointer, behind, late, D: tl.constexpr, WIDTH: tl.constexpr):
     """Scores and values, tuples of [1, D]; with overlap rows from number `late` on serve their own group with their second half."""
     score, value = (), ()
     for i in tl.static_range(len(pointer)):
         row = pointer[i] + (D if i >= late else 0) + tl.arange(0, D)[None, :]
-        score += (tl.load(row + WIDTH // 2, mask=filled[i], other=float("-inf")),)
-        value += (tl.load(row, mask=filled[i], other=0.0),)
+        score += (tl.load(row + WIDTH // 2, mask=_mask(behind[i], D), other=float("-inf")),)
+        value += (tl.load(row, mask=_mask(behind[i], D), other=0.0),)
     return score, value
 
 
@@ -129,8 +135,9 @@ def _add_one_by_one(m, s, v, score, value):
 def _load_sums(pages, page_bytes, slot, ENTRIES: tl.constexpr, D: tl.constexpr):
     """Running sums m, s, v [1, D]; slot -1: over nothing."""
     record = _record(pages, page_bytes, slot, ENTRIES, 3 * D) + tl.arange(0, D)[None, :]
-    m = tl.load(record, mask=slot >= 0, other=float("-inf"))
-    return m, tl.load(record + D, mask=slot >= 0, other=0.0), tl.load(record + 2 * D, mask=slot >= 0, other=0.0)
+    kept = _mask(slot + 1, D)
+    m = tl.load(record, mask=kept, other=float("-inf"))
+    return m, tl.load(record + D, mask=kept, other=0.0), tl.load(record + 2 * D, mask=kept, other=0.0)
 
 
 @triton.jit
@@ -163,7 +170,7 @@ def compress_kernel(
     else:
         target = tl.load(entry_slots + program).to(tl.int64)
         norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
-        pointer, filled = (), ()
+        pointer, behind = (), ()
         if TOKEN_EACH:
             own = rows + program.to(tl.int64) * rows_stride
             kept = tl.load(store_slots + program)
@@ -173,16 +180,16 @@ def compress_kernel(
             _keep_row(own, state_pages, state_page_bytes, kept, STATE_ENTRIES, WIDTH)
             for i in tl.static_range(SLOTS - 1):
                 pointer += (_record(state_pages, state_page_bytes, slots[i], STATE_ENTRIES, WIDTH),)
-                filled += (slots[i] >= 0,)
+                behind += (slots[i] + 1,)
             pointer += (own,)
-            filled += (slots[0] == slots[0],)
+            behind += (num_tokens,)
         else:
-            pointer, filled = _sources(
+            pointer, behind = _sources(
                 sources + program.to(tl.int64) * SLOTS, 0, SLOTS, rows, rows_stride, num_tokens, carried, num_carried, state_pages,
                 state_page_bytes, SLOTS, WIDTH, STATE_ENTRIES,
             )  # fmt: skip
         if target >= 0:
-            score, value = _load_rows(pointer, filled, SLOTS // 2 if OVERLAP else SLOTS, D, WIDTH)
+            score, value = _load_rows(pointer, behind, SLOTS // 2 if OVERLAP else SLOTS, D, WIDTH)
             tl.debug_barrier()  # else the compiler moves loads behind the pooling
             top = score[0]
             for i in tl.static_range(1, SLOTS):
@@ -212,11 +219,11 @@ def sum_parts_kernel(
     before = tl.load(carried_sums + group, mask=part == 0, other=-1)
     m, s, v = _load_sums(sum_pages, sum_page_bytes, before, SUM_ENTRIES, D)
     for block in range(blocks):
-        pointer, filled = _sources(
+        pointer, behind = _sources(
             sources + group.to(tl.int64) * num_slots, (part * blocks + block) * ROWS, num_slots, rows, rows_stride, num_tokens, carried,
             num_carried, state_pages, state_page_bytes, ROWS, 2 * D, STATE_ENTRIES,
         )  # fmt: skip
-        score, value = _load_rows(pointer, filled, ROWS, D, 2 * D)
+        score, value = _load_rows(pointer, behind, ROWS, D, 2 * D)
         if ONE_BY_ONE:
             m, s, v = _add_one_by_one(m, s, v, score, value)
         else:
@@ -251,7 +258,7 @@ def merge_parts_kernel(
             top, total, value = (), (), ()
             for i in tl.static_range(AT_ONCE):
                 part = partial + (program.to(tl.int64) * parts + first + i) * (3 * D) + column
-                there = first + i < parts
+                there = _mask(parts - first - i + program * 0, D)
                 top += (tl.load(part, mask=there, other=float("-inf")),)
                 total += (tl.load(part + D, mask=there, other=0.0),)
                 value += (tl.load(part + 2 * D, mask=there, other=0.0),)
@@ -283,25 +290,25 @@ def token_each_kernel(
     open_sums = tl.load(carried_sums + count + program)
     own = rows + program.to(tl.int64) * rows_stride
     kept = tl.load(store_slots + program)
-    pointer, filled = _sources(
+    pointer, behind = _sources(
         sources + (count + program).to(tl.int64) * SLOTS, 0, SLOTS, rows, rows_stride, num_tokens, carried, num_carried, state_pages,
         state_page_bytes, 1, 2 * D, STATE_ENTRIES,
     )  # fmt: skip
     if target >= 0:
         m, s, v = _load_sums(sum_pages, sum_page_bytes, tl.load(carried_sums + program), SUM_ENTRIES, D)
         norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
-        own_pointer, own_filled = _sources(
+        own_pointer, own_behind = _sources(
             sources + program.to(tl.int64) * SLOTS, 0, SLOTS, rows, rows_stride, num_tokens, carried, num_carried, state_pages,
             state_page_bytes, SLOTS, 2 * D, STATE_ENTRIES,
         )  # fmt: skip
-        score, value = _load_rows(own_pointer, own_filled, SLOTS, D, 2 * D)
+        score, value = _load_rows(own_pointer, own_behind, SLOTS, D, 2 * D)
         m, s, v = _add_one_by_one(m, s, v, score, value)
         finish_row(
             round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
             latent, stored, True, ROPE, False, BF16, layout, ENTRIES,
         )  # fmt: skip
     m, s, v = _load_sums(sum_pages, sum_page_bytes, open_sums, SUM_ENTRIES, D)
-    score, value = _load_rows(pointer, filled, 1, D, 2 * D)
+    score, value = _load_rows(pointer, behind, 1, D, 2 * D)
     m, s, v = _add_one_by_one(m, s, v, score, value)
     tl.debug_barrier()  # the entry has read what is replaced now
     if open_target >= 0:
