@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from abyssal.config import RopeConfig
+from abyssal.kv import codec
 from abyssal.kv.layouts import Layout
 from abyssal.kv.pool import RecordView
 from abyssal.ops.rope import rope_table
@@ -79,9 +80,16 @@ def pool(layout: Layout, records: int, entries: int) -> tuple[Tensor, Tensor]:
     return data, order[index // entries] * entries + index % entries
 
 
+class WholeView(RecordView):
+    """Writes every row: to leave out those of slot -1 the device would have to be asked, which no graph can hold."""
+
+    def write(self, slots: Tensor, values: Tensor) -> None:
+        self.write_bytes(slots, torch.cat(codec.encode(self.spec.layout, values), dim=1))
+
+
 def view(name: str, data: Tensor, layout: Layout, entries: int) -> RecordView:
     """The reference's view of a pool."""
-    return RecordView(data, SimpleNamespace(layout=layout, entries_per_page=entries, name=name))  # type: ignore[arg-type]
+    return WholeView(data, SimpleNamespace(layout=layout, entries_per_page=entries, name=name))  # type: ignore[arg-type]
 
 
 class Table:
