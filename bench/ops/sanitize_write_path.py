@@ -101,7 +101,9 @@ def token_each_kernels() -> None:
         sources = torch.cat([torch.arange(len(carried), device=wp.DEVICE).view(TOKENS, -1), len(carried) + each.unsqueeze(1)], 1)
         entry_slots[1] = -1
         pages = each + 1
-        facts = step(sources.repeat(2 if ratio == 128 else 1, 1), carried, entry_slots, wp.table(TOKENS), pages.repeat(2), pages, True)
+        facts = step(
+            sources.repeat(2 if ratio == 128 else 1, 1), carried, entry_slots, wp.table(TOKENS), pages.repeat(2), pages, True
+        )
         compressor.compress(
             torch.randn(TOKENS, width, device=wp.DEVICE), torch.ones(dim, device=wp.DEVICE), facts,
             StoreFacts(each, state_slots[None, len(carried) :]), compressor.Pages("state", states, state, ENTRIES),

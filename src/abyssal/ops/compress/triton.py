@@ -424,8 +424,9 @@ def aot_cases() -> list[AotCase]:
         return AotCase(f"compress {name}", kernel, types, constants, num_warps, aligned=tuple(n for n in aligned if n in types))
 
     kinds = [(4, name) for name in ("bf16", "v4", "v41", "index_bf16", "index_fp8", "index_mxfp4")]
+    kinds += [(2, name) for name in ("bf16", "v41", "v41_fp4")] + [(128, name) for name in ("bf16", "v4", "v41")]
     cases = []
-    for ratio, name in kinds + [(2, name) for name in ("bf16", "v41", "v41_fp4")] + [(128, name) for name in ("bf16", "v4", "v41")]:
+    for ratio, name in kinds:
         layout = layouts.get(name)
         warps = compress_config(layout.dim, ratio).num_warps
         finish: dict[str, Any] = {
