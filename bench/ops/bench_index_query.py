@@ -28,10 +28,10 @@ def main() -> None:
                 q = torch.randn(tokens, shape.index_heads, 128, device=wp.DEVICE, dtype=torch.bfloat16)
                 weights = torch.randn(tokens, shape.index_heads, device=wp.DEVICE, dtype=torch.bfloat16)
                 inputs.append((q, weights, wp.table(tokens)))
-            for per_program, num_warps in ((64, 4), (32, 4), (64, 8)) if shape.hadamard else ((4, 1), (8, 1), (2, 1)):
-                config = kernels.IndexQueryConfig(per_program, num_warps)
+            for per_program in (2, 4, 8, 16):
+                config = kernels.IndexQueryConfig(per_program)
                 table.time(
-                    shape.name, tokens, f"{per_program} heads, {num_warps} warps",
+                    shape.name, tokens, f"{per_program} heads",
                     lambda q, weights, rope, config=config, shape=shape, grid=grid: kernels.index_query(
                         q, weights, rope, rotate_query=shape.hadamard, grid=grid, config=config
                     ),

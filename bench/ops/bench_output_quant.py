@@ -22,10 +22,10 @@ def main() -> None:
                 (torch.randn(tokens, shape.heads, 512, device=wp.DEVICE, dtype=torch.bfloat16), wp.table(tokens))
                 for _ in range(wp.copies(tokens, moved))
             ]
-            for per_program, num_warps in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (4, 4)):
+            for per_program, num_warps in ((1, 1), (2, 1), (4, 2), (4, 4), (8, 4)):
                 config = kernels.OutputQuantConfig(per_program, num_warps)
                 table.time(
-                    shape.name, tokens, f"{per_program} heads, {num_warps} warps",
+                    shape.name, tokens, f"of {per_program} tokens, {num_warps} warps",
                     lambda out, rope, config=config, shape=shape: kernels.output_quant_e4m3(
                         out, rope, shape.tile, shape.groups, config=config
                     ),

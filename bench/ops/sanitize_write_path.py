@@ -35,7 +35,7 @@ def window_kernels() -> None:
             for eps in (None, 1e-6):
                 for per_program in (1, 4):
                     q = torch.randn(TOKENS, 8, 512, device=wp.DEVICE).bfloat16()
-                    config = qkv_insert.QkvInsertConfig(per_program)
+                    config = qkv_insert.QkvInsertConfig(per_program, 1)
                     qkv_insert.qkv_insert(q, kv, wp.table(TOKENS), data, layout, ENTRIES, slots, eps, config=config)
         for rows in (1, 4):
             for where, whole in ((slots.int(), False), (torch.tensor([1, 0], device=wp.DEVICE), True)):

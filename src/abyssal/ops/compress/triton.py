@@ -19,7 +19,7 @@ from abyssal.kv import layouts
 from abyssal.kv.batch import CompressFacts, StoreFacts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import exp2, finish_row, load_finish, reciprocal, round_like, wait_for_inputs
+from abyssal.ops._records import early, exp2, finish_row, load_finish, reciprocal, round_like, wait_for_inputs
 from abyssal.ops.qkv_insert.triton import window_store
 
 
@@ -42,15 +42,18 @@ class CompressConfig:
 
 
 ROWS_AT_ONCE = 8  # of a long group, loaded together
+AT_ONCE = 8  # sums of parts, loaded together
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
 def compress_config(dim: int, slots: int, batch_invariant: bool = False) -> CompressConfig:
-    """4 channels of all rows per lane, so that pooling needs no exchange.
+    """4 channels of all rows per lane, so that pooling needs no exchange; of a long group 2, so that programs are more.
 
     Added up row by row, sums have the same bits wherever a step ends and the next goes on with them.
     """
-    return CompressConfig(max(1, dim // 128), 0 if batch_invariant or slots <= 8 else ROWS_AT_ONCE)
+    if slots <= 9:
+        return CompressConfig(max(1, dim // 128))
+    return CompressConfig(max(1, dim // 64), 0 if batch_invariant else 2 * ROWS_AT_ONCE)
 
 
 @triton.jit
@@ -250,6 +253,11 @@ def merge_parts_kernel(
         complete = program < num_entries
         target = tl.load(entry_slots + program, mask=complete, other=0).to(tl.int64)
         target += tl.load(sum_slots + program - num_entries, mask=program >= num_entries, other=0).to(tl.int64)
+        norm_weight = tl.zeros((1, D), tl.float32)
+        cos = tl.zeros((1, D // 2), tl.float32)
+        sin = tl.zeros((1, D // 2), tl.float32)
+        if complete:
+            norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
         column = tl.arange(0, D)[None, :]
         m = tl.full((1, D), float("-inf"), tl.float32)
         s = tl.zeros((1, D), tl.float32)
@@ -265,7 +273,6 @@ def merge_parts_kernel(
             m, s, v = _add(m, s, v, top, total, value)
         if target >= 0:
             if complete:
-                norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
                 finish_row(
                     round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes,
                     target + tl.zeros((1,), tl.int64), latent, stored, True, ROPE, False, BF16, layout, ENTRIES,
@@ -367,9 +374,7 @@ def compress(
     assert len(entry_slots) == len(rope) <= groups, f"{len(entry_slots)} slots and {len(rope)} rotations for {groups} groups"
     assert sums is not None or len(rope) == groups, f"{groups} groups, {len(rope)} complete, and no sums"
     config = config or compress_config(dim, slots, batch_invariant)
-    options: dict[str, Any] = {
-        "STATE_ENTRIES": state.entries_per_page, "num_warps": config.num_warps, "launch_pdl": rows.is_cuda,
-    }  # fmt: skip
+    options: dict[str, Any] = {"STATE_ENTRIES": state.entries_per_page, "num_warps": config.num_warps}
     of_rows = (rows, rows.stride(0), len(rows))
     of_state = (state.data, state.data.stride(0))
     of_entries = (entries.data, entries.data.stride(0), entry_slots, torch.view_as_real(rope), latent, stored, eps)
@@ -380,6 +385,7 @@ def compress(
             compress_kernel[(programs,)](
                 *of_rows, norm, facts.sources, groups, carried, len(carried), store.rows, store_slots, *of_state, *of_entries,
                 OVERLAP=overlap, HADAMARD=rotate_keys, SLOTS=slots, TOKEN_EACH=facts.token_each, **finish, **options,
+                launch_pdl=early(programs, rows),
             )  # fmt: skip
         return latent
     assert not overlap and not rotate_keys, "only main KV, without overlap, has running sums"
@@ -389,7 +395,7 @@ def compress(
     if facts.token_each:
         token_each_kernel[(len(rows),)](
             *of_rows, norm, facts.sources, carried, len(carried), store_slots, *of_state, carried_sums, sum_slots, *of_sums, *of_entries,
-            SLOTS=slots, **finish, **options,
+            SLOTS=slots, **finish, **options, launch_pdl=early(len(rows), rows),
         )  # fmt: skip
         return latent
     blocks = triton.cdiv(config.part or slots, ROWS_AT_ONCE)
@@ -398,12 +404,12 @@ def compress(
     if groups:
         sum_parts_kernel[(groups, parts)](
             *of_rows, facts.sources, slots, carried, len(carried), *of_state, carried_sums, *of_sums, partial, blocks,
-            D=dim, ROWS=ROWS_AT_ONCE, ONE_BY_ONE=config.part == 0, **options,
+            D=dim, ROWS=ROWS_AT_ONCE, ONE_BY_ONE=config.part == 0, launch_pdl=early(groups * parts, rows), **options,
         )  # fmt: skip
     if groups + num_store:  # no program here reads what another one replaces: carried sums and state rows have been read
         merge_parts_kernel[(groups + num_store,)](
             partial, parts, groups, len(rope), norm, rows, rows.stride(0), store.rows, store_slots, *of_state, sum_slots, *of_sums,
-            *of_entries, AT_ONCE=4, **finish, **options,
+            *of_entries, AT_ONCE=AT_ONCE, **finish, **options, launch_pdl=early(groups + num_store, rows),
         )  # fmt: skip
     return latent
 
@@ -434,7 +440,7 @@ def aot_cases() -> list[AotCase]:
             "STATE_ENTRIES": 8 if ratio == 128 else 4,
         }  # fmt: skip
         if ratio == 128:
-            cases.append(case(f"ratio 128 {name} merged", merge_parts_kernel, warps, finish | {"AT_ONCE": 4, "SUM_ENTRIES": 1}))
+            cases.append(case(f"ratio 128 {name} merged", merge_parts_kernel, warps, finish | {"AT_ONCE": AT_ONCE, "SUM_ENTRIES": 1}))
             cases.append(case(f"ratio 128 {name} token each", token_each_kernel, warps, finish | {"SLOTS": 9, "SUM_ENTRIES": 1}))
             continue
         pooled = finish | {"OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "SLOTS": 8 if ratio == 4 else 2}

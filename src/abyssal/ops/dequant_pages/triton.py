@@ -12,7 +12,7 @@ from torch import Tensor
 from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import load_records, store_like, wait_for_inputs
+from abyssal.ops._records import early, load_records, store_like, wait_for_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,10 @@ def dequant_pages(
     if count == 0:
         return out
     config = config or dequant_config(count, layout.dim)
-    dequant_pages_kernel[(triton.cdiv(count, config.entries_per_program),)](
+    programs = triton.cdiv(count, config.entries_per_program)
+    dequant_pages_kernel[(programs,)](
         pages, pages.stride(0), where, out, count, ENTRIES=entries_per_page, WHOLE_PAGES=whole_pages, layout=layout,
-        ROWS=config.entries_per_program, num_warps=1, launch_pdl=pages.is_cuda,
+        ROWS=config.entries_per_program, num_warps=1, launch_pdl=early(programs, pages),
     )  # fmt: skip
     return out
 

@@ -13,96 +13,70 @@ from abyssal.kv import layouts
 from abyssal.kv.layouts import Grid
 from abyssal.ops._aot import AotCase
 from abyssal.ops._records import (
-    INTERPRETED,
     e2m1_rounded,
     e4m3_codes,
+    early,
+    hadamard,
     load_rope,
     power_of_two,
     rotate,
     round_like,
     scale_exponent,
     store_like,
-    to_bf16,
     to_fp32,
     wait_for_inputs,
 )
 
-PROGRAMS = 4 * 132  # at once on the card, each over several blocks of heads
-
 
 @dataclass(frozen=True, slots=True)
 class IndexQueryConfig:
-    heads_per_program: int  # of one token, at a time
-    num_warps: int
+    """One warp per program; 4 heads of 128 values are 16 values per lane."""
+
+    heads_per_program: int  # of one token
 
 
-def index_query_config(heads: int, hadamard: bool) -> IndexQueryConfig:
-    """Up to 64 heads fill the tensor core's tile; without Hadamard rotation 4 heads are 16 values per lane. The same for every batch."""
-    return IndexQueryConfig(min(64, heads & -heads), 4) if hadamard else IndexQueryConfig(min(4, heads & -heads), 1)
-
-
-@triton.jit
-def _signs(D: tl.constexpr):
-    """Hadamard matrix [D, D] of 1 and -1 in natural order: the sign is the parity of the bits that row and column share."""
-    shared = tl.arange(0, D)[:, None] & tl.arange(0, D)[None, :]
-    shared ^= shared >> 4
-    shared ^= shared >> 2
-    shared ^= shared >> 1
-    return to_bf16(tl.where((shared & 1) == 1, -1.0, 1.0))
+def index_query_config(tokens: int, heads: int) -> IndexQueryConfig:
+    """4 heads while a program's way is what counts, then more, so that fewer instructions go into addresses and the program's start."""
+    return IndexQueryConfig(min(4 if tokens <= 64 else 8, heads & -heads))
 
 
 @triton.jit
-def _product(x, signs, BF16: tl.constexpr):
-    """x [ROWS, K] fp32, in a bf16 run of bf16 values, times signs [K, K]; sums in fp32."""
-    if BF16 and not INTERPRETED:
-        return tl.dot(to_bf16(x), signs)
-    else:
-        return tl.dot(x, to_fp32(signs), input_precision="ieee")
-
-
-@triton.jit(do_not_specialize=["blocks"])
 def index_query_kernel(
-    q, q_stride_t, q_stride_h, head_weights, weights_stride, rope, result, weights, blocks,
+    q, q_stride_t, q_stride_h, head_weights, weights_stride, rope, result, weights,
     HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, D: tl.constexpr, HADAMARD: tl.constexpr, quant: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of PER_PROGRAM heads of one token. A vector is handled in halves, of which RoPE turns the second.
-
-    The Hadamard rotation of (a, b) is (a H + b H, a H - b H) with H of half the size.
-    """
+    """A vector is handled in halves, of which RoPE turns the second; its Hadamard rotation is (a H + b H, a H - b H), H of half the size."""
     HALF: tl.constexpr = D // 2
     BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16
-    if HADAMARD:
-        signs = _signs(HALF)
-    wait_for_inputs()
+    program = tl.program_id(0)
+    token = (program // (HEADS // PER_PROGRAM)).to(tl.int64)
+    head = program % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
     column = tl.arange(0, HALF)[None, :]
-    for step in range(tl.cdiv(blocks - tl.program_id(0), tl.num_programs(0))):
-        block = tl.program_id(0) + step * tl.num_programs(0)
-        token = (block // (HEADS // PER_PROGRAM)).to(tl.int64)
-        head = block % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
-        here = q + token * q_stride_t + head * q_stride_h + column
-        a, b = to_fp32(tl.load(here)), to_fp32(tl.load(here + HALF))
-        weight = to_fp32(tl.load(head_weights + token * weights_stride + head)) * (D**-0.5 * HEADS**-0.5)
-        cos, sin = load_rope(rope, token, PER_PROGRAM, HALF, HALF)
-        b = round_like(rotate(b, cos, sin, PER_PROGRAM, HALF, HALF), BF16)
-        if HADAMARD:
-            a, b = _product(a, signs, BF16), _product(b, signs, BF16)
-            a, b = round_like((a + b) * D**-0.5, BF16), round_like((a - b) * D**-0.5, BF16)
-        there = result + (token * HEADS + head) * D + column
-        if quant is None:
-            store_like(there, a)
-            store_like(there + HALF, b)
-        elif quant.kind == "e4m3":  # one tile per head: its scale is positive, so it passes through the relu into the weight
-            tl.static_assert(quant.tile == D)
-            amax = tl.maximum(tl.max(tl.abs(a), 1, keep_dims=True), tl.max(tl.abs(b), 1, keep_dims=True))
-            exponent = scale_exponent(amax, "e4m3")
-            inverse = power_of_two(-exponent)
-            tl.store(there, e4m3_codes(a * inverse))
-            tl.store(there + HALF, e4m3_codes(b * inverse))
-            weight *= power_of_two(exponent)
-        else:
-            store_like(there, _on_e2m1(a, quant.tile, PER_PROGRAM, HALF))
-            store_like(there + HALF, _on_e2m1(b, quant.tile, PER_PROGRAM, HALF))
-        tl.store(weights + token * HEADS + head, weight)
+    here = q + token * q_stride_t + head * q_stride_h + column
+    wait_for_inputs()
+    a, b = to_fp32(tl.load(here)), to_fp32(tl.load(here + HALF))
+    weight = to_fp32(tl.load(head_weights + token * weights_stride + head)) * (D**-0.5 * HEADS**-0.5)
+    cos, sin = load_rope(rope, token, PER_PROGRAM, HALF, HALF)
+    b = round_like(rotate(b, cos, sin, PER_PROGRAM, HALF, HALF), BF16)
+    if HADAMARD:
+        a, b = hadamard(a, HALF), hadamard(b, HALF)
+        a, b = round_like((a + b) * D**-0.5, BF16), round_like((a - b) * D**-0.5, BF16)
+    there = result + (token * HEADS + head) * D + column
+    if quant is None:
+        store_like(there, a)
+        store_like(there + HALF, b)
+    elif quant.kind == "e4m3":  # one tile per head: its scale is positive, so it passes through the relu into the weight
+        tl.static_assert(quant.tile == D)
+        amax = tl.maximum(tl.max(tl.abs(a), 1, keep_dims=True), tl.max(tl.abs(b), 1, keep_dims=True))
+        exponent = scale_exponent(amax, "e4m3")
+        inverse = power_of_two(-exponent)
+        tl.store(there, e4m3_codes(a * inverse))
+        tl.store(there + HALF, e4m3_codes(b * inverse))
+        weight *= power_of_two(exponent)
+    else:
+        store_like(there, _on_e2m1(a, quant.tile, PER_PROGRAM, HALF))
+        store_like(there + HALF, _on_e2m1(b, quant.tile, PER_PROGRAM, HALF))
+    tl.store(weights + token * HEADS + head, weight)
 
 
 @triton.jit
@@ -142,13 +116,13 @@ def index_query(
     weights = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if tokens == 0:
         return result, weights
-    config = config or index_query_config(heads, rotate_query)
+    config = config or index_query_config(tokens, heads)
     assert heads % config.heads_per_program == 0, f"{heads} heads are no multiple of {config}"
-    blocks = tokens * heads // config.heads_per_program
-    index_query_kernel[(min(blocks, PROGRAMS) if rotate_query else blocks,)](
+    programs = tokens * heads // config.heads_per_program
+    index_query_kernel[(programs,)](
         q, q.stride(0), q.stride(1), head_weights, head_weights.stride(0), torch.view_as_real(rope),
-        result.view(torch.uint8) if codes else result, weights, blocks, HEADS=heads, PER_PROGRAM=config.heads_per_program, D=dim,
-        HADAMARD=rotate_query, quant=grid, num_warps=config.num_warps, launch_pdl=q.is_cuda,
+        result.view(torch.uint8) if codes else result, weights, HEADS=heads, PER_PROGRAM=config.heads_per_program, D=dim,
+        HADAMARD=rotate_query, quant=grid, num_warps=1, launch_pdl=early(programs, q),
     )  # fmt: skip
     return result, weights
 
@@ -156,18 +130,18 @@ def index_query(
 def aot_cases() -> list[AotCase]:
     signature = {
         "q": "*bf16", "q_stride_t": "i32", "q_stride_h": "i32", "head_weights": "*bf16", "weights_stride": "i32", "rope": "*fp32",
-        "weights": "*fp32", "blocks": "i32",
+        "weights": "*fp32",
     }  # fmt: skip
     return [
         AotCase(
-            f"index_query {name} h{heads} hadamard={turned}", index_query_kernel,
+            f"index_query {name} h{heads} hadamard={turned} x{per_program}", index_query_kernel,
             signature | {"result": "*u8" if name == "index_fp8" else "*bf16"},
             {
-                "HEADS": heads, "PER_PROGRAM": (config := index_query_config(heads, turned)).heads_per_program, "D": 128,
-                "HADAMARD": turned, "quant": layouts.get(name).grid,
+                "HEADS": heads, "PER_PROGRAM": per_program, "D": 128, "HADAMARD": turned, "quant": layouts.get(name).grid,
             },
-            num_warps=config.num_warps, aligned=("q", "q_stride_t", "q_stride_h", "rope", "result", "weights"),
+            num_warps=1, aligned=("q", "q_stride_t", "q_stride_h", "rope", "result", "weights"),
         )
         for name in ("index_bf16", "index_fp8", "index_mxfp4")
         for heads, turned in ((64, True), (32, False))
+        for per_program in (4, 8)
     ]  # fmt: skip
