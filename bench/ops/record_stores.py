@@ -88,7 +88,7 @@ def main() -> None:
     rows = []
     for name, maker in makers.items():
         for tokens, published in zip(
-            TOKENS, PUBLISHED.get(name.split(",")[0] if "v4" not in name else "", (None,) * 4), strict=True
+            TOKENS, PUBLISHED.get(name.split(",")[0] if "v4" not in name else "", (None,) * len(TOKENS)), strict=True
         ):
             row = {"cell": name, "tokens": tokens, "published_us": published}
             try:

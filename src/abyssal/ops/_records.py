@@ -32,6 +32,12 @@ def wait_for_inputs():
 
 
 @triton.jit
+def loads_in_flight():
+    """Keeps the loads above where they stand; the compiler moves them down, behind arithmetic that waits for others, to save registers."""
+    tl.debug_barrier()
+
+
+@triton.jit
 def to_bf16(x):
     """fp32 -> bf16, ties to even."""
     if INTERPRETED:
@@ -315,7 +321,8 @@ def store_records(pages, page_bytes, slots, x, layout: tl.constexpr, ENTRIES: tl
 def load_finish(norm, rope, row, D: tl.constexpr, ROPE: tl.constexpr):
     """Norm weight [1, D], cos and sin [1, D / 2] of `finish_row`; 0 for those that a kernel does without.
 
-    Kernels call it before they use what they loaded earlier, so that all these loads are in flight together.
+    Kernels call it before they use what they loaded earlier, so that all these loads are in flight together, and hold them there by
+    `loads_in_flight`.
     """
     weight, cos, sin = 0.0, 0.0, 0.0
     if norm is not None:

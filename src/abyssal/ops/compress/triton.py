@@ -19,7 +19,7 @@ from abyssal.kv import layouts
 from abyssal.kv.batch import CompressFacts, StoreFacts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import early, exp2, finish_row, load_finish, reciprocal, round_like, wait_for_inputs
+from abyssal.ops._records import early, exp2, finish_row, load_finish, loads_in_flight, reciprocal, round_like, wait_for_inputs
 from abyssal.ops.qkv_insert.triton import window_store
 
 
@@ -71,11 +71,15 @@ def _mask(count, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _keep_row(row, state_pages, state_page_bytes, slot, STATE_ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Copy a row of the step to the state."""
-    column = tl.arange(0, WIDTH)[None, :]
-    x = tl.load(row + column)
-    tl.store(_record(state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH) + column, x, mask=_mask(slot + 1, WIDTH))
+def _load_row(row, WIDTH: tl.constexpr):
+    return tl.load(row + tl.arange(0, WIDTH)[None, :])
+
+
+@triton.jit
+def _keep_row(x, state_pages, state_page_bytes, slot, STATE_ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
+    """Store a row of the step in the state."""
+    record = _record(state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH)
+    tl.store(record + tl.arange(0, WIDTH)[None, :], x, mask=_mask(slot + 1, WIDTH))
 
 
 @triton.jit
@@ -91,6 +95,7 @@ def _sources(
     for i in tl.static_range(ROWS):
         index = tl.load(sources + first + i, mask=first + i < count, other=num_carried + num_tokens)
         source += (index.to(tl.int32),)
+    loads_in_flight()
     for i in tl.static_range(ROWS):
         old = source[i] < num_carried
         slot = tl.load(carried + source[i], mask=old, other=0)
@@ -169,7 +174,8 @@ def compress_kernel(
     if program >= num_groups:
         token = tl.load(store_rows + program - num_groups)
         slot = tl.load(store_slots + program - num_groups)
-        _keep_row(rows + token * rows_stride, state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH)
+        x = _load_row(rows + token * rows_stride, WIDTH)
+        _keep_row(x, state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH)
     else:
         target = tl.load(entry_slots + program).to(tl.int64)
         norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
@@ -180,7 +186,8 @@ def compress_kernel(
             slots = ()
             for i in tl.static_range(SLOTS - 1):
                 slots += (tl.load(carried + program * (SLOTS - 1) + i),)
-            _keep_row(own, state_pages, state_page_bytes, kept, STATE_ENTRIES, WIDTH)
+            x = _load_row(own, WIDTH)
+            loads_in_flight()
             for i in tl.static_range(SLOTS - 1):
                 pointer += (_record(state_pages, state_page_bytes, slots[i], STATE_ENTRIES, WIDTH),)
                 behind += (slots[i] + 1,)
@@ -193,7 +200,7 @@ def compress_kernel(
             )  # fmt: skip
         if target >= 0:
             score, value = _load_rows(pointer, behind, SLOTS // 2 if OVERLAP else SLOTS, D, WIDTH)
-            tl.debug_barrier()  # else the compiler moves loads behind the pooling
+            loads_in_flight()
             top = score[0]
             for i in tl.static_range(1, SLOTS):
                 top = tl.maximum(top, score[i])
@@ -208,6 +215,8 @@ def compress_kernel(
                 round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
                 latent, stored, True, ROPE, HADAMARD, BF16, layout, ENTRIES,
             )  # fmt: skip
+        if TOKEN_EACH:
+            _keep_row(x, state_pages, state_page_bytes, kept, STATE_ENTRIES, WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_carried", "blocks"])
@@ -248,7 +257,8 @@ def merge_parts_kernel(
     if program >= num_groups:
         token = tl.load(store_rows + program - num_groups)
         slot = tl.load(store_slots + program - num_groups)
-        _keep_row(rows + token * rows_stride, state_pages, state_page_bytes, slot, STATE_ENTRIES, 2 * D)
+        x = _load_row(rows + token * rows_stride, 2 * D)
+        _keep_row(x, state_pages, state_page_bytes, slot, STATE_ENTRIES, 2 * D)
     else:
         complete = program < num_entries
         target = tl.load(entry_slots + program, mask=complete, other=0).to(tl.int64)
@@ -297,6 +307,7 @@ def token_each_kernel(
     open_sums = tl.load(carried_sums + count + program)
     own = rows + program.to(tl.int64) * rows_stride
     kept = tl.load(store_slots + program)
+    x = _load_row(own, 2 * D)
     pointer, behind = _sources(
         sources + (count + program).to(tl.int64) * SLOTS, 0, SLOTS, rows, rows_stride, num_tokens, carried, num_carried, state_pages,
         state_page_bytes, 1, 2 * D, STATE_ENTRIES,
@@ -320,7 +331,7 @@ def token_each_kernel(
     tl.debug_barrier()  # the entry has read what is replaced now
     if open_target >= 0:
         _store_sums(_record(sum_pages, sum_page_bytes, open_target, SUM_ENTRIES, 3 * D), m, s, v, D)
-    _keep_row(own, state_pages, state_page_bytes, kept, STATE_ENTRIES, 2 * D)
+    _keep_row(x, state_pages, state_page_bytes, kept, STATE_ENTRIES, 2 * D)
 
 
 def compress(

@@ -18,6 +18,7 @@ from abyssal.ops._records import (
     early,
     hadamard,
     load_rope,
+    loads_in_flight,
     power_of_two,
     rotate,
     round_like,
@@ -54,9 +55,11 @@ def index_query_kernel(
     column = tl.arange(0, HALF)[None, :]
     here = q + token * q_stride_t + head * q_stride_h + column
     wait_for_inputs()
-    a, b = to_fp32(tl.load(here)), to_fp32(tl.load(here + HALF))
-    weight = to_fp32(tl.load(head_weights + token * weights_stride + head)) * (D**-0.5 * HEADS**-0.5)
+    a, b = tl.load(here), tl.load(here + HALF)
+    weight = tl.load(head_weights + token * weights_stride + head)
     cos, sin = load_rope(rope, token, PER_PROGRAM, HALF, HALF)
+    loads_in_flight()
+    a, b, weight = to_fp32(a), to_fp32(b), to_fp32(weight) * (D**-0.5 * HEADS**-0.5)
     b = round_like(rotate(b, cos, sin, PER_PROGRAM, HALF, HALF), BF16)
     if HADAMARD:
         a, b = hadamard(a, HALF), hadamard(b, HALF)

@@ -16,6 +16,7 @@ from abyssal.ops._records import (
     e4m3_values,
     early,
     load_rope,
+    loads_in_flight,
     rotate,
     round_like,
     scale_tiles,
@@ -50,9 +51,10 @@ def output_quant_kernel(
     token = tl.minimum(last, tokens - 1).to(tl.int64)  # beyond the last token it is done again
     column = tl.arange(0, D)[None, :]
     wait_for_inputs()
-    x = to_fp32(tl.load(out + token * out_stride_t + head * out_stride_h + column))
+    x = tl.load(out + token * out_stride_t + head * out_stride_h + column)
     cos, sin = load_rope(rope, token, TOKENS, D, ROPE)
-    x = rotate(x, cos, -sin, TOKENS, D, ROPE)
+    loads_in_flight()
+    x = rotate(to_fp32(x), cos, -sin, TOKENS, D, ROPE)
     row = token * HEADS + head
     if quant is None:
         store_like(result + row * D + column, x)

@@ -17,6 +17,7 @@ from abyssal.ops._records import (
     early,
     finish_row,
     load_finish,
+    loads_in_flight,
     load_rope,
     rms_scale,
     rotate,
@@ -73,10 +74,11 @@ def qkv_insert_kernel(
     wait_for_inputs()
     if program < tokens:
         slot = tl.load(slots + program + tl.arange(0, 1))
-        row = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, D)[None, :]))
+        row = tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, D)[None, :])
         _, kv_cos, kv_sin = load_finish(None, rope, program, D, ROPE)
+        loads_in_flight()
         finish_row(
-            row, 0.0, kv_cos, kv_sin, eps, program, pages, page_bytes, slot, None, stored, False, ROPE, False, BF16, layout, ENTRIES
+            to_fp32(row), 0.0, kv_cos, kv_sin, eps, program, pages, page_bytes, slot, None, stored, False, ROPE, False, BF16, layout, ENTRIES
         )  # fmt: skip
     else:
         WIDTH: tl.constexpr = D if NORM else ROPE
@@ -84,8 +86,10 @@ def qkv_insert_kernel(
         token = tile // (HEADS // PER_PROGRAM)
         head = tile % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
         here = q + token.to(tl.int64) * q_stride_t + head * q_stride_h + (D - WIDTH) + tl.arange(0, WIDTH)[None, :]
-        x = to_fp32(tl.load(here))
+        x = tl.load(here)
         cos, sin = load_rope(rope, token, PER_PROGRAM, WIDTH, ROPE)
+        loads_in_flight()
+        x = to_fp32(x)
         if NORM:
             x = round_like(x * rms_scale(x, D, eps), BF16)
         store_like(here, rotate(x, cos, sin, PER_PROGRAM, WIDTH, ROPE))
@@ -99,11 +103,12 @@ def window_store_kernel(
     program = tl.program_id(0)
     wait_for_inputs()
     slot = tl.load(slots + program + tl.arange(0, 1))
-    x = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, layout.dim)[None, :]))
+    x = tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, layout.dim)[None, :])
     BF16: tl.constexpr = kv.dtype.element_ty == tl.bfloat16
     weight, cos, sin = load_finish(norm, rope, program, layout.dim, ROPE)
+    loads_in_flight()
     finish_row(
-        x, weight, cos, sin, eps, program, pages, page_bytes, slot, latent, stored, norm is not None, ROPE, False, BF16, layout,
+        to_fp32(x), weight, cos, sin, eps, program, pages, page_bytes, slot, latent, stored, norm is not None, ROPE, False, BF16, layout,
         ENTRIES,
     )  # fmt: skip
 
