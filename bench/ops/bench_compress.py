@@ -84,7 +84,7 @@ def main() -> None:
                     )
                 )
             base = kernels.compress_config(dim, slots)
-            for num_warps in (base.num_warps, 2 * base.num_warps, 4 * base.num_warps)[: 3 if keys else 2]:
+            for num_warps in (base.num_warps, 2 * base.num_warps):
                 config = kernels.CompressConfig(num_warps)
 
                 def fused(
@@ -146,7 +146,7 @@ def time_ratio_128(table: wp.Table, tokens: int) -> None:
     store = StoreFacts(kept, ring_slots.unsqueeze(0))
     ring_pages, sums = kernels.Pages("state", rings, ring, 8), kernels.Pages("sums", records, record, 1)
     options = {"overlap": False, "rotate_keys": False, "eps": 1e-6, "dtype": torch.bfloat16}
-    for num_warps, part in ((4, 8), (8, 8)) if each else ((8, 8), (4, 16), (8, 16)):
+    for num_warps, part in ((4, 8),) if each else ((4, 8), (4, 16)):
         config = kernels.CompressConfig(num_warps, part)
         table.time(
             "v4 ratio 128", tokens, f"warps {num_warps}" + f", parts of {part}" * (not each),

@@ -14,8 +14,8 @@ from abyssal.ops.qkv_insert import qkv_insert as reference
 from bench.ops import write_path as wp
 
 ENTRIES = 64
-WITH_NORM = (1, 1), (2, 1), (2, 2), (4, 2), (4, 4)  # heads per program, warps
-WITHOUT_NORM = (1, 1), (4, 1), (8, 1), (16, 1), (16, 2), (32, 2), (32, 4), (32, 8), (64, 8)
+WITH_NORM = (2, 1), (4, 2), (4, 4)  # heads per program, warps
+WITHOUT_NORM = (8, 1), (16, 2), (32, 4)
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def window_kernels() -> None:
 def query_kernels() -> None:
     out = torch.randn(TOKENS, 8, 512, device=wp.DEVICE).bfloat16()
     for per_program in (1, 4):
-        config = output_quant.OutputQuantConfig(per_program)
+        config = output_quant.OutputQuantConfig(per_program, 2)
         for tile in (32, 128):
             output_quant.output_quant_e4m3(out, wp.table(TOKENS), tile, 2, config=config)
         output_quant.output_quant(out, wp.table(TOKENS), None, torch.bfloat16, config=config)

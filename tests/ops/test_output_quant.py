@@ -59,7 +59,7 @@ def test_kernel_undoes_the_rotation(dtype):
 @pytest.mark.parametrize("tile", [32, 128])
 def test_kernel_quantises_its_own_rows_exactly(tile, per_program):
     out, table = attention_output(3, 4, torch.bfloat16)
-    config = kernels.OutputQuantConfig(per_program)
+    config = kernels.OutputQuantConfig(per_program, 1)
     rows = kernels.output_quant(out, table, None, torch.bfloat16, config=config)
     values = kernels.output_quant(out, table, tile, torch.bfloat16, config=config)
     assert torch.equal(values.view(torch.int16), quantize_e4m3_tiles(rows, tile).view(torch.int16))

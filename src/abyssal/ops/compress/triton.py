@@ -37,7 +37,7 @@ class Pages:
 class CompressConfig:
     """A program has all D channels of what it pools, so that the norm needs no other."""
 
-    num_warps: int
+    num_warps: int  # fixes the order of the norm's sum; sums of parts, which have no norm, take twice as many
     part: int = 0  # rows of a long group that one program sums; 0: all of them, one by one
 
 
@@ -47,13 +47,11 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 
 def compress_config(dim: int, slots: int, batch_invariant: bool = False) -> CompressConfig:
-    """4 channels of all rows per lane, so that pooling needs no exchange; of a long group 2, so that programs are more.
+    """4 channels of all rows per lane, so that pooling needs no exchange.
 
     Added up row by row, sums have the same bits wherever a step ends and the next goes on with them.
     """
-    if slots <= 9:
-        return CompressConfig(max(1, dim // 128))
-    return CompressConfig(max(1, dim // 64), 0 if batch_invariant else 2 * ROWS_AT_ONCE)
+    return CompressConfig(max(1, dim // 128), 0 if batch_invariant else ROWS_AT_ONCE)
 
 
 @triton.jit
@@ -162,6 +160,7 @@ def compress_kernel(
     state_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
     OVERLAP: tl.constexpr, HADAMARD: tl.constexpr, ROPE: tl.constexpr, BF16: tl.constexpr, SLOTS: tl.constexpr,
     TOKEN_EACH: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr, STATE_ENTRIES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs up to num_groups - 1 pool a group of SLOTS rows each, the others copy one state row each.
 
@@ -170,7 +169,7 @@ def compress_kernel(
     D: tl.constexpr = layout.dim
     WIDTH: tl.constexpr = 4 * D if OVERLAP else 2 * D
     program = tl.program_id(0)
-    wait_for_inputs()
+    wait_for_inputs(EARLY)
     if program >= num_groups:
         token = tl.load(store_rows + program - num_groups)
         slot = tl.load(store_slots + program - num_groups)
@@ -224,10 +223,11 @@ def sum_parts_kernel(
     rows, rows_stride, num_tokens, sources, num_slots, carried, num_carried, state_pages, state_page_bytes, carried_sums, sum_pages,
     sum_page_bytes, partial, blocks,
     D: tl.constexpr, ROWS: tl.constexpr, ONE_BY_ONE: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums over `blocks` times ROWS rows of a group, to partial fp32 [G, parts, 3, D]; the first part goes on with carried sums."""
     group, part = tl.program_id(0), tl.program_id(1)
-    wait_for_inputs()
+    wait_for_inputs(EARLY)
     before = tl.load(carried_sums + group, mask=part == 0, other=-1)
     m, s, v = _load_sums(sum_pages, sum_page_bytes, before, SUM_ENTRIES, D)
     for block in range(blocks):
@@ -249,11 +249,12 @@ def merge_parts_kernel(
     sum_slots, sum_pages, sum_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
     ROPE: tl.constexpr, BF16: tl.constexpr, AT_ONCE: tl.constexpr,
     layout: tl.constexpr, ENTRIES: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first num_entries groups are complete and become entries, the others are kept as sums; further programs copy state rows."""
     D: tl.constexpr = layout.dim
     program = tl.program_id(0)
-    wait_for_inputs()
+    wait_for_inputs(EARLY)
     if program >= num_groups:
         token = tl.load(store_rows + program - num_groups)
         slot = tl.load(store_slots + program - num_groups)
@@ -297,11 +298,12 @@ def token_each_kernel(
     carried_sums, sum_slots, sum_pages, sum_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
     ROPE: tl.constexpr, BF16: tl.constexpr, SLOTS: tl.constexpr,
     layout: tl.constexpr, ENTRIES: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program b has token b: its group's entry, if complete; then the oldest kept row joins the sums, and its own row takes that place."""
     D: tl.constexpr = layout.dim
     program, count = tl.program_id(0), tl.num_programs(0)
-    wait_for_inputs()
+    wait_for_inputs(EARLY)
     target = tl.load(entry_slots + program).to(tl.int64)
     open_target = tl.load(sum_slots + program)
     open_sums = tl.load(carried_sums + count + program)
@@ -396,7 +398,7 @@ def compress(
             compress_kernel[(programs,)](
                 *of_rows, norm, facts.sources, groups, carried, len(carried), store.rows, store_slots, *of_state, *of_entries,
                 OVERLAP=overlap, HADAMARD=rotate_keys, SLOTS=slots, TOKEN_EACH=facts.token_each, **finish, **options,
-                launch_pdl=early(programs, rows),
+                **early(programs, rows),
             )  # fmt: skip
         return latent
     assert not overlap and not rotate_keys, "only main KV, without overlap, has running sums"
@@ -406,7 +408,7 @@ def compress(
     if facts.token_each:
         token_each_kernel[(len(rows),)](
             *of_rows, norm, facts.sources, carried, len(carried), store_slots, *of_state, carried_sums, sum_slots, *of_sums, *of_entries,
-            SLOTS=slots, **finish, **options, launch_pdl=early(len(rows), rows),
+            SLOTS=slots, **finish, **options, **early(len(rows), rows),
         )  # fmt: skip
         return latent
     blocks = triton.cdiv(config.part or slots, ROWS_AT_ONCE)
@@ -415,12 +417,13 @@ def compress(
     if groups:
         sum_parts_kernel[(groups, parts)](
             *of_rows, facts.sources, slots, carried, len(carried), *of_state, carried_sums, *of_sums, partial, blocks,
-            D=dim, ROWS=ROWS_AT_ONCE, ONE_BY_ONE=config.part == 0, launch_pdl=early(groups * parts, rows), **options,
+            D=dim, ROWS=ROWS_AT_ONCE, ONE_BY_ONE=config.part == 0, **early(groups * parts, rows),
+            **options | {"num_warps": 2 * config.num_warps},
         )  # fmt: skip
     if groups + num_store:  # no program here reads what another one replaces: carried sums and state rows have been read
         merge_parts_kernel[(groups + num_store,)](
             partial, parts, groups, len(rope), norm, rows, rows.stride(0), store.rows, store_slots, *of_state, sum_slots, *of_sums,
-            *of_entries, AT_ONCE=AT_ONCE, **finish, **options, launch_pdl=early(groups + num_store, rows),
+            *of_entries, AT_ONCE=AT_ONCE, **finish, **options, **early(groups + num_store, rows),
         )  # fmt: skip
     return latent
 
@@ -448,16 +451,27 @@ def aot_cases() -> list[AotCase]:
         warps = compress_config(layout.dim, ratio).num_warps
         finish: dict[str, Any] = {
             "ROPE": 64, "BF16": True, "layout": layout, "ENTRIES": 256 // ratio, "latent": None, "stored": None,
-            "STATE_ENTRIES": 8 if ratio == 128 else 4,
+            "STATE_ENTRIES": 8 if ratio == 128 else 4, "EARLY": True,
         }  # fmt: skip
         if ratio == 128:
-            cases.append(case(f"ratio 128 {name} merged", merge_parts_kernel, warps, finish | {"AT_ONCE": AT_ONCE, "SUM_ENTRIES": 1}))
+            cases.append(
+                case(f"ratio 128 {name} merged", merge_parts_kernel, warps, finish | {"AT_ONCE": AT_ONCE, "SUM_ENTRIES": 1})
+            )
             cases.append(case(f"ratio 128 {name} token each", token_each_kernel, warps, finish | {"SLOTS": 9, "SUM_ENTRIES": 1}))
             continue
         pooled = finish | {"OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "SLOTS": 8 if ratio == 4 else 2}
         for each in (False, True):
             cases.append(case(f"ratio {ratio} {name} token each={each}", compress_kernel, warps, pooled | {"TOKEN_EACH": each}))
     for one_by_one in (False, True):
-        constants = {"D": 512, "ROWS": ROWS_AT_ONCE, "ONE_BY_ONE": one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1}
-        cases.append(case(f"parts, one by one={one_by_one}", sum_parts_kernel, compress_config(512, 128).num_warps, constants))
+        constants = {
+            "D": 512,
+            "ROWS": ROWS_AT_ONCE,
+            "ONE_BY_ONE": one_by_one,
+            "STATE_ENTRIES": 8,
+            "SUM_ENTRIES": 1,
+            "EARLY": True,
+        }
+        cases.append(
+            case(f"parts, one by one={one_by_one}", sum_parts_kernel, 2 * compress_config(512, 128).num_warps, constants)
+        )
     return cases

@@ -31,9 +31,10 @@ def dequant_config(entries: int, dim: int) -> DequantConfig:
 @triton.jit
 def dequant_pages_kernel(
     pages, page_bytes, where, out, count, ENTRIES: tl.constexpr, WHOLE_PAGES: tl.constexpr, layout: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    wait_for_inputs()
+    wait_for_inputs(EARLY)
     inside = row < count
     if WHOLE_PAGES:
         page = tl.load(where + row // ENTRIES, mask=inside, other=0).to(tl.int32)
@@ -69,7 +70,7 @@ def dequant_pages(
     programs = triton.cdiv(count, config.entries_per_program)
     dequant_pages_kernel[(programs,)](
         pages, pages.stride(0), where, out, count, ENTRIES=entries_per_page, WHOLE_PAGES=whole_pages, layout=layout,
-        ROWS=config.entries_per_program, num_warps=1, launch_pdl=early(programs, pages),
+        ROWS=config.entries_per_program, num_warps=1, **early(programs, pages),
     )  # fmt: skip
     return out
 
@@ -85,7 +86,7 @@ def aot_cases() -> list[AotCase]:
                     AotCase(
                         f"dequant_pages {name} whole={whole} x{rows}", dequant_pages_kernel,
                         {"pages": "*u8", "page_bytes": "i32", "where": "*i32", "out": "*bf16", "count": "i32"},
-                        {"ENTRIES": 64, "WHOLE_PAGES": whole, "layout": layout, "ROWS": rows}, num_warps=1,
+                        {"ENTRIES": 64, "WHOLE_PAGES": whole, "layout": layout, "ROWS": rows, "EARLY": True}, num_warps=1,
                         aligned=("pages", "page_bytes", "where", "out"),
                     )
                 )  # fmt: skip

@@ -18,7 +18,6 @@ from abyssal.ops._records import (
     early,
     hadamard,
     load_rope,
-    loads_in_flight,
     power_of_two,
     rotate,
     round_like,
@@ -45,6 +44,7 @@ def index_query_config(tokens: int, heads: int) -> IndexQueryConfig:
 def index_query_kernel(
     q, q_stride_t, q_stride_h, head_weights, weights_stride, rope, result, weights,
     HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, D: tl.constexpr, HADAMARD: tl.constexpr, quant: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A vector is handled in halves, of which RoPE turns the second; its Hadamard rotation is (a H + b H, a H - b H), H of half the size."""
     HALF: tl.constexpr = D // 2
@@ -54,12 +54,10 @@ def index_query_kernel(
     head = program % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
     column = tl.arange(0, HALF)[None, :]
     here = q + token * q_stride_t + head * q_stride_h + column
-    wait_for_inputs()
-    a, b = tl.load(here), tl.load(here + HALF)
-    weight = tl.load(head_weights + token * weights_stride + head)
+    wait_for_inputs(EARLY)
+    a, b = to_fp32(tl.load(here)), to_fp32(tl.load(here + HALF))
+    weight = to_fp32(tl.load(head_weights + token * weights_stride + head)) * (D**-0.5 * HEADS**-0.5)
     cos, sin = load_rope(rope, token, PER_PROGRAM, HALF, HALF)
-    loads_in_flight()
-    a, b, weight = to_fp32(a), to_fp32(b), to_fp32(weight) * (D**-0.5 * HEADS**-0.5)
     b = round_like(rotate(b, cos, sin, PER_PROGRAM, HALF, HALF), BF16)
     if HADAMARD:
         a, b = hadamard(a, HALF), hadamard(b, HALF)
@@ -125,7 +123,7 @@ def index_query(
     index_query_kernel[(programs,)](
         q, q.stride(0), q.stride(1), head_weights, head_weights.stride(0), torch.view_as_real(rope),
         result.view(torch.uint8) if codes else result, weights, HEADS=heads, PER_PROGRAM=config.heads_per_program, D=dim,
-        HADAMARD=rotate_query, quant=grid, num_warps=1, launch_pdl=early(programs, q),
+        HADAMARD=rotate_query, quant=grid, num_warps=1, **early(programs, q),
     )  # fmt: skip
     return result, weights
 
@@ -141,6 +139,7 @@ def aot_cases() -> list[AotCase]:
             signature | {"result": "*u8" if name == "index_fp8" else "*bf16"},
             {
                 "HEADS": heads, "PER_PROGRAM": per_program, "D": 128, "HADAMARD": turned, "quant": layouts.get(name).grid,
+                "EARLY": True,
             },
             num_warps=1, aligned=("q", "q_stride_t", "q_stride_h", "rope", "result", "weights"),
         )

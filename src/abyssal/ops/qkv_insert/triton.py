@@ -17,7 +17,6 @@ from abyssal.ops._records import (
     early,
     finish_row,
     load_finish,
-    loads_in_flight,
     load_rope,
     rms_scale,
     rotate,
@@ -41,7 +40,7 @@ def qkv_insert_config(tokens: int, heads: int, norm: bool) -> QkvInsertConfig:
 
     Without norm only 64 values of a head move and the launch of programs is the limit: up to 32 heads where there are many.
     """
-    per_program, num_warps = (4, 2) if norm else (8, 1) if tokens <= 8 else (16, 2) if tokens <= 64 else (32, 4)
+    per_program, num_warps = (4, 4) if norm else (8, 1) if tokens <= 8 else (16, 2) if tokens <= 64 else (32, 4)
     while heads % per_program:
         per_program //= 2
     return QkvInsertConfig(per_program, num_warps)
@@ -62,7 +61,7 @@ def window_store_config(layout: Layout, norm: bool, rope: bool) -> WindowStoreCo
 def qkv_insert_kernel(
     q, q_stride_t, q_stride_h, kv, kv_stride, rope, pages, page_bytes, slots, stored, eps, tokens,
     HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
-    layout: tl.constexpr, ENTRIES: tl.constexpr,
+    layout: tl.constexpr, ENTRIES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs 0..tokens - 1: kv rows. The others: PER_PROGRAM heads of one token, in place.
 
@@ -71,14 +70,13 @@ def qkv_insert_kernel(
     D: tl.constexpr = layout.dim
     BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16
     program = tl.program_id(0)
-    wait_for_inputs()
+    wait_for_inputs(EARLY)
     if program < tokens:
         slot = tl.load(slots + program + tl.arange(0, 1))
-        row = tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, D)[None, :])
+        row = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, D)[None, :]))
         _, kv_cos, kv_sin = load_finish(None, rope, program, D, ROPE)
-        loads_in_flight()
         finish_row(
-            to_fp32(row), 0.0, kv_cos, kv_sin, eps, program, pages, page_bytes, slot, None, stored, False, ROPE, False, BF16, layout, ENTRIES
+            row, 0.0, kv_cos, kv_sin, eps, program, pages, page_bytes, slot, None, stored, False, ROPE, False, BF16, layout, ENTRIES
         )  # fmt: skip
     else:
         WIDTH: tl.constexpr = D if NORM else ROPE
@@ -86,10 +84,8 @@ def qkv_insert_kernel(
         token = tile // (HEADS // PER_PROGRAM)
         head = tile % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
         here = q + token.to(tl.int64) * q_stride_t + head * q_stride_h + (D - WIDTH) + tl.arange(0, WIDTH)[None, :]
-        x = tl.load(here)
+        x = to_fp32(tl.load(here))
         cos, sin = load_rope(rope, token, PER_PROGRAM, WIDTH, ROPE)
-        loads_in_flight()
-        x = to_fp32(x)
         if NORM:
             x = round_like(x * rms_scale(x, D, eps), BF16)
         store_like(here, rotate(x, cos, sin, PER_PROGRAM, WIDTH, ROPE))
@@ -98,17 +94,16 @@ def qkv_insert_kernel(
 @triton.jit
 def window_store_kernel(
     kv, kv_stride, norm, rope, pages, page_bytes, slots, latent, stored, eps,
-    ROPE: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
+    ROPE: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    wait_for_inputs()
+    wait_for_inputs(EARLY)
     slot = tl.load(slots + program + tl.arange(0, 1))
-    x = tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, layout.dim)[None, :])
+    x = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, layout.dim)[None, :]))
     BF16: tl.constexpr = kv.dtype.element_ty == tl.bfloat16
     weight, cos, sin = load_finish(norm, rope, program, layout.dim, ROPE)
-    loads_in_flight()
     finish_row(
-        to_fp32(x), weight, cos, sin, eps, program, pages, page_bytes, slot, latent, stored, norm is not None, ROPE, False, BF16, layout,
+        x, weight, cos, sin, eps, program, pages, page_bytes, slot, latent, stored, norm is not None, ROPE, False, BF16, layout,
         ENTRIES,
     )  # fmt: skip
 
@@ -150,7 +145,7 @@ def qkv_insert(
     qkv_insert_kernel[(programs,)](
         q, q.stride(0), q.stride(1), kv, kv.stride(0), torch.view_as_real(rope), pages, pages.stride(0), slots, stored, eps or 0.0,
         tokens, HEADS=heads, PER_PROGRAM=config.heads_per_program, NORM=eps is not None, ROPE=2 * rope.shape[1], layout=layout,
-        ENTRIES=entries_per_page, num_warps=config.num_warps, launch_pdl=early(programs, q),
+        ENTRIES=entries_per_page, num_warps=config.num_warps, **early(programs, q),
     )  # fmt: skip
     return q
 
@@ -183,7 +178,7 @@ def window_store(
     window_store_kernel[(tokens,)](
         kv, kv.stride(0), norm, None if rope is None else torch.view_as_real(rope), pages, pages.stride(0), slots, latent,
         stored, eps, ROPE=0 if rope is None else 2 * rope.shape[1], layout=layout, ENTRIES=entries_per_page,
-        num_warps=config.num_warps, launch_pdl=early(tokens, kv),
+        num_warps=config.num_warps, **early(tokens, kv),
     )  # fmt: skip
 
 
@@ -208,9 +203,9 @@ def aot_cases() -> list[AotCase]:
     aligned = ("kv", "kv_stride", "rope", "pages", "page_bytes", "slots")
     for name in ("bf16", "v4", "v41"):
         layout = layouts.get(name)
-        common: dict[str, Any] = {"layout": layout, "ENTRIES": 64, "ROPE": 64, "stored": None}
+        common: dict[str, Any] = {"layout": layout, "ENTRIES": 64, "ROPE": 64, "stored": None, "EARLY": True}
         for heads, norm in ((64, True), (128, True), (64, False)):
-            for per_program, num_warps in ((4, 2),) if norm else ((8, 1), (16, 2), (32, 4)):
+            for per_program, num_warps in ((4, 4),) if norm else ((8, 1), (16, 2), (32, 4)):
                 cases.append(
                     AotCase(
                         f"qkv_insert {name} h{heads} norm={norm} x{per_program}", qkv_insert_kernel,
@@ -220,7 +215,7 @@ def aot_cases() -> list[AotCase]:
                     )
                 )  # fmt: skip
     for name in ("bf16", "v4", "v41", "v41_fp4", "index_bf16", "index_fp8", "index_mxfp4"):
-        constants: dict[str, Any] = {"layout": layouts.get(name), "ENTRIES": 64, "latent": None, "stored": None}
+        constants: dict[str, Any] = {"layout": layouts.get(name), "ENTRIES": 64, "latent": None, "stored": None, "EARLY": True}
         for norm, rope in ((False, 0), (False, 64), (True, 64)):
             weight: dict[str, Any] = {} if norm else {"norm": None}
             cases.append(
