@@ -56,6 +56,16 @@ def test_rows_are_those_of_the_file(folder: Path, places: int, asked: list[list[
         assert torch.equal(scale, scales[index])
 
 
+def test_a_table_that_fits_is_mapped(folder: Path) -> None:
+    """One byte less of cache, and rows are read one by one."""
+    size = ROWS * (COLUMNS + COLUMNS // 32)
+    rows, values, scales = table(folder, size)
+    assert rows.held is not None
+    for held, stored in zip(rows.held, (values, scales), strict=True):
+        assert (held == stored.numpy()).all() and not held.flags.writeable
+    assert table(folder, size - 1)[0].held is None
+
+
 def test_any_shape_of_row_numbers(folder: Path) -> None:
     rows, values, scales = table(folder, 10 * ROW_BYTES)
     index = torch.tensor([[5, 5, 96], [0, 96, 5]])
@@ -88,6 +98,8 @@ def test_a_file_that_became_shorter_is_named(folder: Path, tmp_path: Path) -> No
     os.truncate(copy, copy.stat().st_size - 500)
     with pytest.raises(CheckpointError, match=r"model\.safetensors ends inside (values|scales)"):
         rows.gather(torch.arange(ROWS))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors ends inside (values|scales)"):
+        RowTable(files.tensors["values"], files.tensors["scales"], 1 << 20)
 
 
 def sparse_table(path: Path, rows: int, columns: int) -> None:
