@@ -1,7 +1,7 @@
 """The compressor after its projections: one launch against the reference's chain of launches.
 
 `python -m bench.ops.bench_compress [--json FILE]`, from the root of the repository, on a GPU. Up to 64 tokens: as many sequences, each of
-which completes an entry with its one token; more: one sequence's chunk.
+which completes an entry with its one token (ratio 128: adds a row to its sums); more: one sequence's chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CASES = (("v4 main", 4, "v4"), ("v4 keys", 4, "index_fp8"), ("v4.1 main", 2, "v4
 
 def step(
     sources: torch.Tensor, carried: torch.Tensor, entry_slots: torch.Tensor, rope: torch.Tensor,
-    carried_sums: torch.Tensor | None = None, sum_slots: torch.Tensor | None = None,
+    carried_sums: torch.Tensor | None = None, sum_slots: torch.Tensor | None = None, token_each: bool = False,
 ) -> CompressFacts:  # fmt: skip
     """Facts of one layer, of kinds `entries`, `state` and `sums`."""
     none = sources.new_empty(1, 0)
@@ -32,6 +32,7 @@ def step(
         sum_slots={"sums": none if sum_slots is None else sum_slots.unsqueeze(0)},
         entry_slots={"entries": entry_slots.unsqueeze(0)},
         rope=rope,
+        token_each=token_each,
     )
 
 
@@ -50,7 +51,7 @@ def groups_of(tokens: int, ratio: int) -> tuple[torch.Tensor, int, torch.Tensor]
 
 def main() -> None:
     args = wp.arguments(__doc__ or "")
-    table = wp.Table("compress")
+    table = wp.Table("compress", not args.no_compile)
     for name, ratio, layout_name in CASES:
         layout = layouts.get(layout_name)
         dim, overlap, keys = layout.dim, ratio == 4, layout.dim == 128
@@ -84,14 +85,15 @@ def main() -> None:
                 )
             base = kernels.compress_config(dim, slots)
             for num_warps in (base.num_warps, 2 * base.num_warps):
-                config = kernels.CompressConfig(base.rows, num_warps)
+                config = kernels.CompressConfig(num_warps)
 
                 def fused(
-                    rows, norm, data, entry_slots, states, carried, state_slots, rope,
-                    config=config, sources=sources, kept=kept, layout=layout, state=state, overlap=overlap, keys=keys,
+                    rows, norm, data, entry_slots, states, carried, state_slots, rope, config=config, sources=sources, kept=kept,
+                    layout=layout, state=state, overlap=overlap, keys=keys, each=tokens <= 64,
                 ):  # fmt: skip
                     kernels.compress(
-                        rows, norm, step(sources, carried, entry_slots, rope), StoreFacts(kept, state_slots.unsqueeze(0)),
+                        rows, norm, step(sources, carried, entry_slots, rope, token_each=each),
+                        StoreFacts(kept, state_slots.unsqueeze(0)),
                         kernels.Pages("state", states, state, STATE_ENTRIES), None, kernels.Pages("entries", data, layout, ENTRIES), 0,
                         overlap=overlap, rotate_keys=keys, eps=1e-6, dtype=torch.bfloat16, config=config,
                     )  # fmt: skip
@@ -108,9 +110,7 @@ def main() -> None:
                     overlap=overlap, rotate_keys=keys, eps=1e-6, dtype=torch.bfloat16,
                 )  # fmt: skip
 
-            table.time(name, tokens, "eager", chain, inputs, moved)
-            if not args.no_compile and name == "v4 main":
-                table.time(name, tokens, "compile", wp.compiled(chain), inputs, moved)
+            table.time_chain(name, tokens, chain, inputs, moved)
             del inputs
     for tokens in args.tokens:
         time_ratio_128(table, tokens)
@@ -119,36 +119,48 @@ def main() -> None:
 
 
 def time_ratio_128(table: wp.Table, tokens: int) -> None:
-    """Decoding: every sequence folds one row into its sums (no entry completes). A chunk: an entry per 128 tokens, from its own rows."""
+    """Decoding: every sequence adds one row to its sums, no entry completes. A chunk: an entry per 128 tokens, from its own rows."""
     layout, ring, record = layouts.get("v4"), layouts.state_rows(1024), layouts.state_rows(1536)
     rows, norm = torch.randn(tokens, 1024, device=wp.DEVICE), torch.rand(512, device=wp.DEVICE) + 0.5
-    sequences, count = (tokens, 0) if tokens <= 64 else (1, tokens // 128)
+    each = tokens <= 64
+    sequences, count = (tokens, tokens) if each else (1, tokens // 128)
     rings, records = wp.pool(ring, 8 * sequences, 8)[0], wp.pool(record, sequences, 1)[0]
+    rings.view(torch.float32).normal_()
     data, entry_slots = wp.pool(layout, count, 2)
     pages = torch.arange(1, sequences + 1, device=wp.DEVICE)
     none = pages[:0]
-    if count:
+    if each:
+        entry_slots = torch.full_like(entry_slots, -1)
+        carried = (pages.unsqueeze(1) * 8 + torch.arange(8, device=wp.DEVICE)).flatten()
+        sources = torch.full((2 * tokens, 9), 9 * tokens, device=wp.DEVICE)
+        sources[tokens:, 0] = torch.arange(0, 8 * tokens, 8, device=wp.DEVICE)
+        before, after = pages.repeat(2), pages
+        kept, ring_slots = torch.arange(sequences, device=wp.DEVICE), pages * 8
+        moved = sequences * (4096 + 2 * 6144 + 2 * 4096)
+    else:
         sources, carried = torch.arange(count * 128, device=wp.DEVICE).view(count, 128), none
         before, after = torch.full((count,), -1, device=wp.DEVICE), none
         kept, ring_slots = torch.arange(tokens - 8, tokens, device=wp.DEVICE), 8 + torch.arange(8, device=wp.DEVICE)
         moved = tokens * 4096 + count * layout.bytes_per_entry
-    else:
-        sources, carried = torch.arange(sequences, device=wp.DEVICE).view(-1, 1), pages * 8
-        before, after = pages, pages
-        kept, ring_slots = torch.arange(sequences, device=wp.DEVICE), pages * 8
-        moved = sequences * (4096 + 2 * 6144 + 2 * 4096)
-    facts, store = step(sources, carried, entry_slots, wp.table(count), before, after), StoreFacts(kept, ring_slots.unsqueeze(0))
+    facts = step(sources, carried, entry_slots, wp.table(count), before, after, each)
+    store = StoreFacts(kept, ring_slots.unsqueeze(0))
     ring_pages, sums = kernels.Pages("state", rings, ring, 8), kernels.Pages("sums", records, record, 1)
-    for rows_at_once, num_warps in ((16, 8), (8, 4)) if count else ((1, 4),):
-        config = kernels.CompressConfig(rows_at_once, num_warps)
+    options = {"overlap": False, "rotate_keys": False, "eps": 1e-6, "dtype": torch.bfloat16}
+    for num_warps, part in ((4, 8),) if each else ((4, 8), (4, 16)):
+        config = kernels.CompressConfig(num_warps, part)
         table.time(
-            "v4 ratio 128", tokens, f"rows {rows_at_once} warps {num_warps}, 2 launches",
+            "v4 ratio 128", tokens, f"warps {num_warps}" + f", parts of {part}" * (not each),
             lambda config: kernels.compress(
-                rows, norm, facts, store, ring_pages, sums, kernels.Pages("entries", data, layout, 2), 0, overlap=False,
-                rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, config=config,
+                rows, norm, facts, store, ring_pages, sums, kernels.Pages("entries", data, layout, 2), 0, config=config, **options
             ),
             [(config,)], moved,
         )  # fmt: skip
+    views = wp.view("state", rings, ring, 8), wp.view("sums", records, record, 1), wp.view("entries", data, layout, 2)
+
+    def chain(rows):
+        reference(rows, norm, facts, store, *views, 0, **options)
+
+    table.time_chain("v4 ratio 128", tokens, chain, [(rows,)], moved)
 
 
 if __name__ == "__main__":

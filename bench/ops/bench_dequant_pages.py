@@ -17,7 +17,7 @@ ENTRIES = 64
 
 def main() -> None:
     args = wp.arguments(__doc__ or "")
-    table = wp.Table("dequant_pages; tokens = entries")
+    table = wp.Table("dequant_pages; tokens = entries", not args.no_compile)
     for name in ("v4", "v41", "v41_fp4", "index_fp8"):
         layout = layouts.get(name)
         for entries in (64, 4096, 65536):
@@ -41,8 +41,8 @@ def main() -> None:
                         ),
                         inputs, moved,
                     )  # fmt: skip
-            table.time(
-                name, entries, "eager",
+            table.time_chain(
+                name, entries,
                 lambda data, slots, pages, out, layout=layout: reference(data, layout, ENTRIES, pages, whole_pages=True), inputs, moved,
             )  # fmt: skip
             del inputs

@@ -15,7 +15,7 @@ from bench.ops import write_path as wp
 
 def main() -> None:
     args = wp.arguments(__doc__ or "")
-    table = wp.Table("index_query")
+    table = wp.Table("index_query", not args.no_compile)
     for shape in wp.SHAPES:
         if shape.name == "v4-pro":  # as v4-flash
             continue
@@ -28,7 +28,7 @@ def main() -> None:
                 q = torch.randn(tokens, shape.index_heads, 128, device=wp.DEVICE, dtype=torch.bfloat16)
                 weights = torch.randn(tokens, shape.index_heads, device=wp.DEVICE, dtype=torch.bfloat16)
                 inputs.append((q, weights, wp.table(tokens)))
-            for per_program in (2, 4, 8):
+            for per_program in (4, 8, 16):
                 config = kernels.IndexQueryConfig(per_program)
                 table.time(
                     shape.name, tokens, f"{per_program} heads",
@@ -41,9 +41,7 @@ def main() -> None:
             def chain(q, weights, rope, shape=shape, grid=grid):
                 return reference(q, weights, rope, rotate_query=shape.hadamard, grid=grid)
 
-            table.time(shape.name, tokens, "eager", chain, inputs, moved)
-            if not args.no_compile and shape.name == "v4-flash":
-                table.time(shape.name, tokens, "compile", wp.compiled(chain), inputs, moved)
+            table.time_chain(shape.name, tokens, chain, inputs, moved)
     table.print()
     table.save(args.json)
 

@@ -14,13 +14,13 @@ from abyssal.ops.qkv_insert import qkv_insert as reference
 from bench.ops import write_path as wp
 
 ENTRIES = 64
-WITH_NORM = (1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (4, 2)  # heads per program, warps
-WITHOUT_NORM = (1, 1), (4, 1), (8, 1), (16, 1), (16, 2), (32, 2)
+WITH_NORM = (2, 1), (4, 2), (4, 4)  # heads per program, warps
+WITHOUT_NORM = (8, 1), (16, 2), (32, 4)
 
 
 def main() -> None:
     args = wp.arguments(__doc__ or "")
-    table = wp.Table("qkv_insert")
+    table = wp.Table("qkv_insert", not args.no_compile)
     for shape in wp.SHAPES:
         layout = layouts.get(shape.layout)
         for tokens in args.tokens:
@@ -46,9 +46,7 @@ def main() -> None:
                 store = StoreFacts(torch.arange(len(kv), device=wp.DEVICE), slots.unsqueeze(0))
                 return reference(q, kv, rope, wp.view("window", data, layout, ENTRIES), 0, store, eps)
 
-            table.time(shape.name, tokens, "eager", chain, inputs, moved)
-            if not args.no_compile and shape.name == "v4-flash":
-                table.time(shape.name, tokens, "compile", wp.compiled(chain), inputs, moved)
+            table.time_chain(shape.name, tokens, chain, inputs, moved)
             del inputs
     table.print()
     table.save(args.json)

@@ -11,9 +11,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import abyssal.ops.compress.triton as compressor
 import abyssal.ops.qkv_insert.triton as kernels
@@ -34,17 +31,6 @@ PUBLISHED = {  # median us by token count
 ENTRIES = 64
 
 
-@triton.jit
-def dependent_store_kernel(
-    kv, kv_stride, norm, rope, pages, page_bytes, slots, latent, stored, eps,
-    ROPE: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """`window_store_kernel`, launched while the kernel before it ends."""
-    gdc_launch_dependents()
-    gdc_wait()
-    kernels.window_store_kernel(kv, kv_stride, norm, rope, pages, page_bytes, slots, latent, stored, eps, ROPE, layout, ENTRIES)
-
-
 def store(name: str, tokens: int, rope: bool, norm: bool, num_warps: int | None = None) -> Callable[[], None]:
     layout = layouts.get(name)
     kv = torch.randn(tokens, 512, device=wp.DEVICE, dtype=torch.bfloat16)
@@ -56,19 +42,7 @@ def store(name: str, tokens: int, rope: bool, norm: bool, num_warps: int | None 
     )  # fmt: skip
 
 
-def dependent_store(name: str, tokens: int, dependent: bool) -> Callable[[], None]:
-    """Norm + RoPE + store; in a graph each launch follows the one before, as in a decode step."""
-    layout = layouts.get(name)
-    kv = torch.randn(tokens, 512, device=wp.DEVICE, dtype=torch.bfloat16)
-    data, slots = wp.pool(layout, tokens, ENTRIES)
-    table, weight = torch.view_as_real(wp.table(tokens)), torch.rand(512, device=wp.DEVICE) + 0.5
-    return lambda: dependent_store_kernel[(tokens,)](
-        kv, kv.stride(0), weight, table, data, data.stride(0), slots, None, None, 1e-6, ROPE=64, layout=layout, ENTRIES=ENTRIES,
-        num_warps=kernels.window_store_config(layout, True, True).num_warps, launch_pdl=dependent,
-    )  # fmt: skip
-
-
-def pairs(tokens: int) -> Callable[[], None]:
+def pairs(tokens: int, num_warps: int = 4) -> Callable[[], None]:
     """`tokens` entries of two tokens each, the first of them carried."""
     layout, state = layouts.get("v41_fp4"), layouts.state_rows(1024)
     rows, norm = torch.randn(tokens, 1024, device=wp.DEVICE), torch.rand(512, device=wp.DEVICE) + 0.5
@@ -77,10 +51,12 @@ def pairs(tokens: int) -> Callable[[], None]:
     states.view(torch.float32).normal_()
     index = torch.arange(tokens, device=wp.DEVICE)
     sources, table = torch.stack([index, tokens + index], 1), wp.table(tokens)
-    facts, store_facts = step(sources, state_slots[:tokens], slots, table), StoreFacts(index, state_slots[tokens:].unsqueeze(0))
+    facts = step(sources, state_slots[:tokens], slots, table, token_each=True)
+    store_facts = StoreFacts(index, state_slots[tokens:].unsqueeze(0))
     pages, kept = compressor.Pages("entries", data, layout, ENTRIES), compressor.Pages("state", states, state, 4)
     return lambda: compressor.compress(
-        rows, norm, facts, store_facts, kept, None, pages, 0, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16
+        rows, norm, facts, store_facts, kept, None, pages, 0, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
+        config=compressor.CompressConfig(num_warps),
     )  # fmt: skip
 
 
@@ -94,8 +70,6 @@ def main() -> None:
         "norm + rope + store": lambda tokens: store("v41", tokens, True, True),
         "ratio 1 + store": lambda tokens: store("v41_fp4", tokens, True, True),
         "ratio 2 + store": pairs,
-        "dependent kernel, plain": lambda tokens: dependent_store("v41", tokens, False),
-        "dependent kernel, early": lambda tokens: dependent_store("v41", tokens, True),
         "store, v4 record": lambda tokens: store("v4", tokens, False, False),
         "store + rope, v4 record": lambda tokens: store("v4", tokens, True, False),
     }
@@ -107,12 +81,14 @@ def main() -> None:
     ):
         for num_warps in (1, 2, 4):
             makers[f"{name}, {num_warps} warps"] = partial(store, record, rope=rope, norm=norm, num_warps=num_warps)
+    for num_warps in (2, 8):
+        makers[f"ratio 2 + store, {num_warps} warps"] = partial(pairs, num_warps=num_warps)
     print(f"record stores; empty kernel: {empty:.2f} us in the profiler, F = {floor:.2f} us in a graph; {wp.device_line()}")
     print(f"{'cell':28} {'tokens':>6} {'kernel us':>10} {'graph us':>9} {'published':>9} {'ratio':>6}", flush=True)
     rows = []
     for name, maker in makers.items():
         for tokens, published in zip(
-            TOKENS, PUBLISHED.get(name.split(",")[0] if "v4" not in name else "", (None,) * 4), strict=True
+            TOKENS, PUBLISHED.get(name.split(",")[0] if "v4" not in name else "", (None,) * len(TOKENS)), strict=True
         ):
             row = {"cell": name, "tokens": tokens, "published_us": published}
             try:

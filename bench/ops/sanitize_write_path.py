@@ -35,7 +35,7 @@ def window_kernels() -> None:
             for eps in (None, 1e-6):
                 for per_program in (1, 4):
                     q = torch.randn(TOKENS, 8, 512, device=wp.DEVICE).bfloat16()
-                    config = qkv_insert.QkvInsertConfig(per_program)
+                    config = qkv_insert.QkvInsertConfig(per_program, 1)
                     qkv_insert.qkv_insert(q, kv, wp.table(TOKENS), data, layout, ENTRIES, slots, eps, config=config)
         for rows in (1, 4):
             for where, whole in ((slots.int(), False), (torch.tensor([1, 0], device=wp.DEVICE), True)):
@@ -47,7 +47,7 @@ def window_kernels() -> None:
 def query_kernels() -> None:
     out = torch.randn(TOKENS, 8, 512, device=wp.DEVICE).bfloat16()
     for per_program in (1, 4):
-        config = output_quant.OutputQuantConfig(per_program)
+        config = output_quant.OutputQuantConfig(per_program, 2)
         for tile in (32, 128):
             output_quant.output_quant_e4m3(out, wp.table(TOKENS), tile, 2, config=config)
         output_quant.output_quant(out, wp.table(TOKENS), None, torch.bfloat16, config=config)
@@ -89,10 +89,35 @@ def compress_kernels() -> None:
         )  # fmt: skip
 
 
+def token_each_kernels() -> None:
+    for ratio, name in ((4, "v4"), (4, "index_fp8"), (2, "v41_fp4"), (128, "v4")):
+        layout, slots = layouts.get(name), {4: 8, 2: 2, 128: 9}[ratio]
+        dim = layout.dim
+        width = (4 if ratio == 4 else 2) * dim
+        state, record = layouts.state_rows(width), layouts.state_rows(3 * dim)
+        data, entry_slots = wp.pool(layout, TOKENS, ENTRIES)
+        states, state_slots = wp.pool(state, TOKENS * slots, ENTRIES)
+        carried, each = state_slots[: TOKENS * (slots - 1)], torch.arange(TOKENS, device=wp.DEVICE)
+        sources = torch.cat([torch.arange(len(carried), device=wp.DEVICE).view(TOKENS, -1), len(carried) + each.unsqueeze(1)], 1)
+        entry_slots[1] = -1
+        pages = each + 1
+        facts = step(
+            sources.repeat(2 if ratio == 128 else 1, 1), carried, entry_slots, wp.table(TOKENS), pages.repeat(2), pages, True
+        )
+        compressor.compress(
+            torch.randn(TOKENS, width, device=wp.DEVICE), torch.ones(dim, device=wp.DEVICE), facts,
+            StoreFacts(each, state_slots[None, len(carried) :]), compressor.Pages("state", states, state, ENTRIES),
+            compressor.Pages("sums", wp.pool(record, TOKENS, 1)[0], record, 1) if ratio == 128 else None,
+            compressor.Pages("entries", data, layout, ENTRIES), 0, overlap=ratio == 4, rotate_keys=dim == 128, eps=1e-6,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+
+
 def main() -> None:
     window_kernels()
     query_kernels()
     compress_kernels()
+    token_each_kernels()
     torch.cuda.synchronize()
     print("every write-path kernel ran")
 

@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from abyssal.config import RopeConfig
+from abyssal.kv import codec
 from abyssal.kv.layouts import Layout
 from abyssal.kv.pool import RecordView
 from abyssal.ops.rope import rope_table
@@ -79,16 +80,23 @@ def pool(layout: Layout, records: int, entries: int) -> tuple[Tensor, Tensor]:
     return data, order[index // entries] * entries + index % entries
 
 
+class WholeView(RecordView):
+    """Writes every row: to leave out those of slot -1 the device would have to be asked, which no graph can hold."""
+
+    def write(self, slots: Tensor, values: Tensor) -> None:
+        self.write_bytes(slots, torch.cat(codec.encode(self.spec.layout, values), dim=1))
+
+
 def view(name: str, data: Tensor, layout: Layout, entries: int) -> RecordView:
     """The reference's view of a pool."""
-    return RecordView(data, SimpleNamespace(layout=layout, entries_per_page=entries, name=name))  # type: ignore[arg-type]
+    return WholeView(data, SimpleNamespace(layout=layout, entries_per_page=entries, name=name))  # type: ignore[arg-type]
 
 
 class Table:
     """Rows of results, printed as they come; a variant that fails is a row that says why. `print` sums up."""
 
-    def __init__(self, title: str) -> None:
-        self.floor = launch_floor()
+    def __init__(self, title: str, compiles: bool = True) -> None:
+        self.floor, self.compiles = launch_floor(), compiles
         self.title = title
         self.rows: list[dict[str, Any]] = []
         print(f"{title}; empty kernel F = {self.floor:.2f} us; roof = bytes / {COPY_BANDWIDTH / 1e12} TB/s; {device_line()}")
@@ -109,6 +117,15 @@ class Table:
             print(head, row["error"], flush=True)
         self.rows.append(row)
         return row.get("us")
+
+    def time_chain(
+        self, shape: str, tokens: int, chain: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], bytes_moved: int
+    ) -> None:
+        """The op's reference as it is and through torch.compile, for the few tokens of a decode step."""
+        if tokens <= 64:
+            self.time(shape, tokens, "eager", chain, inputs, bytes_moved)
+            if self.compiles:
+                self.time(shape, tokens, "compile", compiled(chain), inputs, bytes_moved)
 
     def print(self) -> None:
         """The fastest variant of each shape and how many times longer the unfused chains take."""

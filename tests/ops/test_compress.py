@@ -133,7 +133,7 @@ def pages_of(cache: KVCache, kind: str) -> kernels.Pages:
     return kernels.Pages(kind, cache.pools[spec.bucket].data, spec.layout, spec.entries_per_page)
 
 
-def step_facts(sources, carried, entry_slots, rope, carried_sums=None, sum_slots=None) -> CompressFacts:
+def step_facts(sources, carried, entry_slots, rope, carried_sums=None, sum_slots=None, token_each=False) -> CompressFacts:
     """Facts of a step of one layer, kinds `entries`, `state` and `sums`."""
     none = torch.empty(1, 0, dtype=torch.int64, device=DEVICE)
     return CompressFacts(
@@ -144,6 +144,7 @@ def step_facts(sources, carried, entry_slots, rope, carried_sums=None, sum_slots
         sum_slots={"sums": none if sum_slots is None else sum_slots.unsqueeze(0)},
         entry_slots={"entries": entry_slots.unsqueeze(0)},
         rope=rope,
+        token_each=token_each,
     )
 
 
@@ -352,3 +353,47 @@ def test_kernel_sums_open_groups_and_completes_them():
     got = sums.data[1, : 1536 * 4].clone().view(torch.float32)
     torch.testing.assert_close(got, summed(0, 123), rtol=1e-5, atol=1e-5)
     assert torch.equal(rings.data.cpu(), written(ring_before, ring, ring_slots, rows, 8))
+
+
+@pytest.mark.parametrize(("ratio", "layout"), [(4, "v4"), (4, "index_fp8"), (2, "v41_fp4"), (128, "v4")])
+def test_kernel_for_one_token_each_writes_what_the_general_one_writes(ratio, layout):
+    """Three sequences: one at its start, one that completes nothing, one in the middle; pages, states and sums byte for byte."""
+    torch.manual_seed(0)
+    layout, slots = layouts.get(layout), {4: 8, 2: 2, 128: 9}[ratio]
+    dim, old = layout.dim, slots - 1
+    width = (4 if ratio == 4 else 2) * dim
+    state, record = layouts.state_rows(width), layouts.state_rows(3 * dim)
+    rows, norm = torch.randn(3, width, device=DEVICE) * 3, torch.rand(dim, device=DEVICE) + 0.5
+    carried = torch.randperm(3 * old, device=DEVICE).int() + 3
+    sources = torch.cat([torch.arange(3 * old).view(3, old), 3 * old + torch.arange(3)[:, None]], 1)
+    empty, first = 3 * old + 3, max(0, old - 3)  # of the first sequence three earlier rows at most
+    sources[0, :first], carried[:first] = empty, -1
+    token = torch.arange(3, device=DEVICE)
+    entry_slots, sums, before, after = torch.tensor([2, -1, 5], device=DEVICE), None, None, None
+    if ratio == 128:  # the oldest kept row joins the sums, but for the first sequence, and its place is taken
+        opened = torch.full((3, slots), empty)
+        opened[1:, 0] = sources[1:, 0]
+        sources = torch.cat([sources, opened])
+        kept_slots = torch.tensor([3 * old + 3, int(carried[old]), int(carried[2 * old])], device=DEVICE)
+        before = torch.tensor([-1, 1, 2, -1, 1, 2], device=DEVICE)
+        after = torch.tensor([-1, 1, 2], device=DEVICE)
+    else:
+        kept_slots = torch.tensor([0, -1, 2], device=DEVICE)
+    rope = rope_table(torch.tensor([0, 500, 9]), RopeConfig(64, 160000.0, None)).to(DEVICE)
+    pools = []
+    for each in (True, False):
+        pages = kernels.Pages("entries", new_pool(layout, 2), layout, ENTRIES)
+        states = kernels.Pages("state", new_pool(state, 8), state, ENTRIES)
+        torch.manual_seed(1)
+        states.data.copy_(torch.randn(states.data.shape[0], states.data.shape[1] // 4, device=DEVICE).view(torch.uint8))
+        if ratio == 128:
+            sums = kernels.Pages("sums", new_pool(record, 3, 1), record, 1)
+            for data in sums.data[1:]:
+                data[: 12 * dim] = (torch.rand(3 * dim, device=DEVICE) + 0.5).view(torch.uint8)
+        kernels.compress(
+            rows, norm, step_facts(sources.to(DEVICE), carried, entry_slots, rope, before, after, each), StoreFacts(token, kept_slots[None]),
+            states, sums, pages, 0, overlap=ratio == 4, rotate_keys=dim == 128, eps=1e-6, dtype=torch.bfloat16, batch_invariant=True,
+        )  # fmt: skip
+        pools.append([kind.data.cpu() for kind in (pages, states, sums) if kind is not None])
+    assert all(torch.equal(*pair) for pair in zip(*pools, strict=True))
+    assert not (pools[0][0] == POISON).all()

@@ -55,11 +55,11 @@ def test_kernel_undoes_the_rotation(dtype):
     assert torch.equal(got[..., :448], expected[..., :448])
 
 
-@pytest.mark.parametrize("per_program", [1, 2])
+@pytest.mark.parametrize("per_program", [1, 2, 4])
 @pytest.mark.parametrize("tile", [32, 128])
 def test_kernel_quantises_its_own_rows_exactly(tile, per_program):
     out, table = attention_output(3, 4, torch.bfloat16)
-    config = kernels.OutputQuantConfig(per_program)
+    config = kernels.OutputQuantConfig(per_program, 1)
     rows = kernels.output_quant(out, table, None, torch.bfloat16, config=config)
     values = kernels.output_quant(out, table, tile, torch.bfloat16, config=config)
     assert torch.equal(values.view(torch.int16), quantize_e4m3_tiles(rows, tile).view(torch.int16))
@@ -75,9 +75,3 @@ def test_kernel_of_an_empty_batch():
     out, table = torch.empty(0, 4, 512, device=DEVICE), rope_table(torch.arange(0), RopeConfig(64, 160000.0, None)).to(DEVICE)
     assert kernels.output_quant(out, table, 32, torch.bfloat16).shape == (0, 4, 512)
     assert kernels.output_quant_e4m3(out, table, 32, 2).codes.shape == (0, 2, 1024)
-
-
-def test_kernel_config_divides_the_heads():
-    assert kernels.output_quant_config(1, 64) == kernels.OutputQuantConfig(1)
-    assert kernels.output_quant_config(4096, 64) == kernels.OutputQuantConfig(2)
-    assert kernels.output_quant_config(4096, 3) == kernels.OutputQuantConfig(1)

@@ -111,7 +111,7 @@ def test_kernel_config_gives_every_head_a_program():
     for per_program in (1, 4, 8):
         layout = layouts.get("v4")
         slots = torch.arange(2, device=DEVICE)
-        config = kernels.QkvInsertConfig(per_program)
+        config = kernels.QkvInsertConfig(per_program, 1)
         outs.append(kernels.qkv_insert(q.clone(), kv, table, new_pool(layout, 1), layout, ENTRIES, slots, 1e-6, config=config))
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], rtol=1e-6, atol=1e-6)

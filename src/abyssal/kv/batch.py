@@ -104,6 +104,9 @@ class CompressFacts:
     sum_slots: dict[str, Tensor]  # sums kind -> [layers, G - E] int64, where the sums of open groups are stored
     entry_slots: dict[str, Tensor]  # kind -> [layers, E] int32, where each entry is stored
     rope: Tensor  # [E, rope_dim / 2] complex64, at the first token of each group
+    # Group b is that of token b, complete or with entry slot -1. Its other rows are the carried ones of the same index, slot -1 for none,
+    # and the token's row is stored as row b. With sums, group B + b is what sequence b adds to its sums, at most its first source.
+    token_each: bool = False
 
     @property
     def num_groups(self) -> int:

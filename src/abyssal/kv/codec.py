@@ -104,7 +104,7 @@ def unpack_pages(layout: str | Layout, pages: Tensor, entries: int) -> Tensor:
 
 def _bytes(x: Tensor) -> Tensor:
     """[n, k] of any type -> uint8 [n, k * itemsize]."""
-    return x.contiguous().view(torch.uint8).view(len(x), -1)
+    return x.reshape(-1).view(torch.uint8).view(len(x), x.shape[1] * x.element_size())  # of no rows too
 
 
 def _layout_of_width(name: str, data_bytes: int) -> Layout:

@@ -234,6 +234,7 @@ def _compress(ratio: int, got: _Got, rope: Tensor) -> CompressFacts:
         sum_slots={n: slots[:, :, 0] for n, slots in of_kinds("sums", "_sums").items()},
         entry_slots={n: slots[:, :, 0] for n, slots in of_kinds("entries", "").items()},
         rope=rope,
+        token_each=True,
     )
 
 

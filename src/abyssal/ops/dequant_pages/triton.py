@@ -12,7 +12,7 @@ from torch import Tensor
 from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import load_records, store_like
+from abyssal.ops._records import early, load_records, store_like, wait_for_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,10 @@ def dequant_config(entries: int, dim: int) -> DequantConfig:
 @triton.jit
 def dequant_pages_kernel(
     pages, page_bytes, where, out, count, ENTRIES: tl.constexpr, WHOLE_PAGES: tl.constexpr, layout: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    wait_for_inputs(EARLY)
     inside = row < count
     if WHOLE_PAGES:
         page = tl.load(where + row // ENTRIES, mask=inside, other=0).to(tl.int32)
@@ -65,9 +67,10 @@ def dequant_pages(
     if count == 0:
         return out
     config = config or dequant_config(count, layout.dim)
-    dequant_pages_kernel[(triton.cdiv(count, config.entries_per_program),)](
+    programs = triton.cdiv(count, config.entries_per_program)
+    dequant_pages_kernel[(programs,)](
         pages, pages.stride(0), where, out, count, ENTRIES=entries_per_page, WHOLE_PAGES=whole_pages, layout=layout,
-        ROWS=config.entries_per_program, num_warps=1,
+        ROWS=config.entries_per_program, num_warps=1, **early(programs, pages),
     )  # fmt: skip
     return out
 
@@ -83,7 +86,7 @@ def aot_cases() -> list[AotCase]:
                     AotCase(
                         f"dequant_pages {name} whole={whole} x{rows}", dequant_pages_kernel,
                         {"pages": "*u8", "page_bytes": "i32", "where": "*i32", "out": "*bf16", "count": "i32"},
-                        {"ENTRIES": 64, "WHOLE_PAGES": whole, "layout": layout, "ROWS": rows}, num_warps=1,
+                        {"ENTRIES": 64, "WHOLE_PAGES": whole, "layout": layout, "ROWS": rows, "EARLY": True}, num_warps=1,
                         aligned=("pages", "page_bytes", "where", "out"),
                     )
                 )  # fmt: skip

@@ -13,16 +13,18 @@ from abyssal.kv import layouts
 from abyssal.kv.layouts import Grid
 from abyssal.ops._aot import AotCase
 from abyssal.ops._records import (
-    e2m1_codes,
-    e2m1_values,
+    e2m1_rounded,
     e4m3_codes,
+    early,
     hadamard,
     load_rope,
+    power_of_two,
     rotate,
     round_like,
-    scale_tiles,
+    scale_exponent,
     store_like,
     to_fp32,
+    wait_for_inputs,
 )
 
 
@@ -34,38 +36,56 @@ class IndexQueryConfig:
 
 
 def index_query_config(tokens: int, heads: int) -> IndexQueryConfig:
-    return IndexQueryConfig(min(4, heads & -heads))
+    """4 heads while a program's way is what counts, then more, so that fewer instructions go into addresses and the program's start."""
+    return IndexQueryConfig(min(4 if tokens <= 64 else 8, heads & -heads))
 
 
 @triton.jit
 def index_query_kernel(
     q, q_stride_t, q_stride_h, head_weights, weights_stride, rope, result, weights,
-    HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, HADAMARD: tl.constexpr, quant: tl.constexpr,
+    HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, D: tl.constexpr, HADAMARD: tl.constexpr, quant: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    token = program // (HEADS // PER_PROGRAM)
-    head = program % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
-    column = tl.arange(0, D)[None, :]
+    """A vector is handled in halves, of which RoPE turns the second; its Hadamard rotation is (a H + b H, a H - b H), H of half the size."""
+    HALF: tl.constexpr = D // 2
     BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16
-    x = to_fp32(tl.load(q + token * q_stride_t + head * q_stride_h + column))
+    program = tl.program_id(0)
+    token = (program // (HEADS // PER_PROGRAM)).to(tl.int64)
+    head = program % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    here = q + token * q_stride_t + head * q_stride_h + column
+    wait_for_inputs(EARLY)
+    a, b = to_fp32(tl.load(here)), to_fp32(tl.load(here + HALF))
     weight = to_fp32(tl.load(head_weights + token * weights_stride + head)) * (D**-0.5 * HEADS**-0.5)
-    cos, sin = load_rope(rope, token, PER_PROGRAM, D, ROPE)
-    x = round_like(rotate(x, cos, sin, PER_PROGRAM, D, ROPE), BF16)
+    cos, sin = load_rope(rope, token, PER_PROGRAM, HALF, HALF)
+    b = round_like(rotate(b, cos, sin, PER_PROGRAM, HALF, HALF), BF16)
     if HADAMARD:
-        x = round_like(hadamard(x, PER_PROGRAM, D), BF16)
-    here = result + (token * HEADS + head) * D + column
+        a, b = hadamard(a, HALF), hadamard(b, HALF)
+        a, b = round_like((a + b) * D**-0.5, BF16), round_like((a - b) * D**-0.5, BF16)
+    there = result + (token * HEADS + head) * D + column
     if quant is None:
-        store_like(here, x)
+        store_like(there, a)
+        store_like(there + HALF, b)
+    elif quant.kind == "e4m3":  # one tile per head: its scale is positive, so it passes through the relu into the weight
+        tl.static_assert(quant.tile == D)
+        amax = tl.maximum(tl.max(tl.abs(a), 1, keep_dims=True), tl.max(tl.abs(b), 1, keep_dims=True))
+        exponent = scale_exponent(amax, "e4m3")
+        inverse = power_of_two(-exponent)
+        tl.store(there, e4m3_codes(a * inverse))
+        tl.store(there + HALF, e4m3_codes(b * inverse))
+        weight *= power_of_two(exponent)
     else:
-        scaled, _, scale = scale_tiles(x, quant, PER_PROGRAM, D)
-        if quant.kind == "e4m3":  # one tile per head: its scale is positive, so it passes through the relu into the weight
-            tl.static_assert(quant.tile == D)
-            tl.store(here, e4m3_codes(scaled))
-            weight *= scale
-        else:
-            tiles = tl.reshape(e2m1_values(e2m1_codes(scaled)), (PER_PROGRAM, D // quant.tile, quant.tile)) * scale[:, :, None]
-            store_like(here, tl.reshape(tiles, (PER_PROGRAM, D)))
+        store_like(there, _on_e2m1(a, quant.tile, PER_PROGRAM, HALF))
+        store_like(there + HALF, _on_e2m1(b, quant.tile, PER_PROGRAM, HALF))
     tl.store(weights + token * HEADS + head, weight)
+
+
+@triton.jit
+def _on_e2m1(x, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """x [ROWS, WIDTH] on the e2m1 grid of tiles with power-of-two scales, dequantised."""
+    tiles = tl.reshape(x, (ROWS, WIDTH // TILE, TILE))
+    exponent = scale_exponent(tl.max(tl.abs(tiles), 2, keep_dims=True), "e2m1")
+    return tl.reshape(e2m1_rounded(tiles * power_of_two(-exponent)) * power_of_two(exponent), (ROWS, WIDTH))
 
 
 def index_query(
@@ -87,7 +107,9 @@ def index_query(
         bf16). Weights fp32 [T, Hi] with constants and e4m3 scales folded in.
     """
     tokens, heads, dim = q.shape
-    assert q.stride(2) == 1 and dim & (dim - 1) == 0, f"queries of {dim} values with strides {q.stride()}; use backend=reference"
+    assert q.stride(2) == 1 and dim & (dim - 1) == 0 and dim == 4 * rope.shape[1], (
+        f"queries of {dim} values, {2 * rope.shape[1]} of them rotated, with strides {q.stride()}; use backend=reference"
+    )
     assert head_weights.shape == (tokens, heads) and head_weights.stride(1) == 1, f"head weights are {tuple(head_weights.shape)}"
     assert len(rope) == tokens and rope.is_contiguous(), f"rope is {tuple(rope.shape)} for {tokens} tokens"
     codes = grid is not None and grid.kind == "e4m3"
@@ -97,10 +119,11 @@ def index_query(
         return result, weights
     config = config or index_query_config(tokens, heads)
     assert heads % config.heads_per_program == 0, f"{heads} heads are no multiple of {config}"
-    index_query_kernel[(tokens * heads // config.heads_per_program,)](
+    programs = tokens * heads // config.heads_per_program
+    index_query_kernel[(programs,)](
         q, q.stride(0), q.stride(1), head_weights, head_weights.stride(0), torch.view_as_real(rope),
         result.view(torch.uint8) if codes else result, weights, HEADS=heads, PER_PROGRAM=config.heads_per_program, D=dim,
-        ROPE=2 * rope.shape[1], HADAMARD=rotate_query, quant=grid, num_warps=1,
+        HADAMARD=rotate_query, quant=grid, num_warps=1, **early(programs, q),
     )  # fmt: skip
     return result, weights
 
@@ -115,8 +138,8 @@ def aot_cases() -> list[AotCase]:
             f"index_query {name} h{heads} hadamard={turned} x{per_program}", index_query_kernel,
             signature | {"result": "*u8" if name == "index_fp8" else "*bf16"},
             {
-                "HEADS": heads, "PER_PROGRAM": per_program, "D": 128, "ROPE": 64, "HADAMARD": turned,
-                "quant": layouts.get(name).grid,
+                "HEADS": heads, "PER_PROGRAM": per_program, "D": 128, "HADAMARD": turned, "quant": layouts.get(name).grid,
+                "EARLY": True,
             },
             num_warps=1, aligned=("q", "q_stride_t", "q_stride_h", "rope", "result", "weights"),
         )

@@ -11,50 +11,62 @@ from torch import Tensor
 
 from abyssal.kv.layouts import Grid
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import e4m3_codes, e4m3_values, load_rope, rotate, round_like, scale_tiles, store_like, to_fp32
+from abyssal.ops._records import (
+    e4m3_codes,
+    e4m3_values,
+    early,
+    load_rope,
+    rotate,
+    round_like,
+    scale_tiles,
+    store_like,
+    to_fp32,
+    wait_for_inputs,
+)
 from abyssal.ops.linear.triton import QuantisedInput
 
 
 @dataclass(frozen=True, slots=True)
 class OutputQuantConfig:
-    heads_per_program: int  # of one token
-    num_warps: int = 1  # as `qkv_insert`: 16 values per lane and head
+    """A program takes one head of several tokens, whose scales lie one after another."""
+
+    tokens_per_program: int
+    num_warps: int
 
 
-def output_quant_config(tokens: int, heads: int) -> OutputQuantConfig:
-    """One head up to 8 tokens, else two: 87 to 90 % of the copy bandwidth at 4,096 tokens (H200)."""
-    per_program = 1 if tokens <= 8 else 2
-    while heads % per_program:
-        per_program //= 2
-    return OutputQuantConfig(per_program)
+def output_quant_config(tokens: int) -> OutputQuantConfig:
+    """97 to 99 % of the copy bandwidth at 4,096 tokens (H200)."""
+    return OutputQuantConfig(1, 1) if tokens <= 4 else OutputQuantConfig(4, 4)
 
 
-@triton.jit(do_not_specialize=["scales_stride"])
+@triton.jit(do_not_specialize=["scales_stride", "tokens"])
 def output_quant_kernel(
-    out, out_stride_t, out_stride_h, rope, result, scales, scales_stride,
-    HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, quant: tl.constexpr, CODES: tl.constexpr,
+    out, out_stride_t, out_stride_h, rope, result, scales, scales_stride, tokens,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, quant: tl.constexpr, CODES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """CODES: e4m3 codes to `result` uint8 [T, H, D] and scales fp32 [H D / tile, T]; else values in result's type."""
-    program = tl.program_id(0).to(tl.int64)
-    token = program // (HEADS // PER_PROGRAM)
-    head = program % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
+    head = tl.program_id(0) % HEADS
+    last = tl.program_id(0) // HEADS * TOKENS + tl.arange(0, TOKENS)[:, None]
+    token = tl.minimum(last, tokens - 1).to(tl.int64)  # beyond the last token it is done again
     column = tl.arange(0, D)[None, :]
+    wait_for_inputs(EARLY)
     x = to_fp32(tl.load(out + token * out_stride_t + head * out_stride_h + column))
-    cos, sin = load_rope(rope, token, PER_PROGRAM, D, ROPE)
-    x = rotate(x, cos, -sin, PER_PROGRAM, D, ROPE)
+    cos, sin = load_rope(rope, token, TOKENS, D, ROPE)
+    x = rotate(x, cos, -sin, TOKENS, D, ROPE)
     row = token * HEADS + head
     if quant is None:
         store_like(result + row * D + column, x)
     else:
-        scaled, _, scale = scale_tiles(round_like(x, True), quant, PER_PROGRAM, D)
+        scaled, _, scale = scale_tiles(round_like(x, True), quant, TOKENS, D)
         codes = e4m3_codes(scaled)
         if CODES:
             tl.store(result + row * D + column, codes)
             tile = head * (D // quant.tile) + tl.arange(0, D // quant.tile)[None, :]
             tl.store(scales + tile.to(tl.int64) * scales_stride + token, scale)
         else:
-            tiles = tl.reshape(e4m3_values(codes), (PER_PROGRAM, D // quant.tile, quant.tile)) * scale[:, :, None]
-            store_like(result + row * D + column, tl.reshape(tiles, (PER_PROGRAM, D)))
+            tiles = tl.reshape(e4m3_values(codes), (TOKENS, D // quant.tile, quant.tile)) * scale[:, :, None]
+            store_like(result + row * D + column, tl.reshape(tiles, (TOKENS, D)))
 
 
 def output_quant(
@@ -92,12 +104,12 @@ def _launch(
     assert len(rope) == tokens and rope.is_contiguous(), f"rope is {tuple(rope.shape)} for {tokens} tokens"
     if tokens == 0:
         return
-    config = config or output_quant_config(tokens, heads)
-    assert heads % config.heads_per_program == 0, f"{heads} heads are no multiple of {config}"
-    output_quant_kernel[(tokens * heads // config.heads_per_program,)](
+    config = config or output_quant_config(tokens)
+    programs = triton.cdiv(tokens, config.tokens_per_program) * heads
+    output_quant_kernel[(programs,)](
         out, out.stride(0), out.stride(1), torch.view_as_real(rope), result, scales, 0 if scales is None else scales.stride(0),
-        HEADS=heads, PER_PROGRAM=config.heads_per_program, D=dim, ROPE=2 * rope.shape[1], quant=grid, CODES=scales is not None,
-        num_warps=config.num_warps,
+        tokens, HEADS=heads, TOKENS=config.tokens_per_program, D=dim, ROPE=2 * rope.shape[1], quant=grid, CODES=scales is not None,
+        num_warps=config.num_warps, **early(programs, out),
     )  # fmt: skip
 
 
@@ -109,17 +121,18 @@ def aot_cases() -> list[AotCase]:
         "rope": "*fp32",
         "scales": "*fp32",
         "scales_stride": "i32",
+        "tokens": "i32",
     }
     return [
         AotCase(
-            f"output_quant h{heads} tile={tile} codes={codes} x{per_program}", output_quant_kernel,
+            f"output_quant h{heads} tile={tile} codes={codes} x{config.tokens_per_program}", output_quant_kernel,
             signature | {"result": "*u8" if codes else "*bf16"},
             {
-                "HEADS": heads, "PER_PROGRAM": per_program, "D": 512, "ROPE": 64, "CODES": codes,
+                "HEADS": heads, "TOKENS": config.tokens_per_program, "D": 512, "ROPE": 64, "CODES": codes, "EARLY": True,
                 "quant": None if tile is None else Grid(512, "e4m3", tile, "ue8m0"),
             },
-            num_warps=1, aligned=("out", "out_stride_t", "out_stride_h", "rope", "scales", "result"),
+            num_warps=config.num_warps, aligned=("out", "out_stride_t", "out_stride_h", "rope", "scales", "result"),
         )
         for heads, tile, codes in ((64, 128, True), (128, 128, True), (64, 32, True), (64, 128, False), (64, None, False))
-        for per_program in (1, 2)
+        for config in map(output_quant_config, (1, 64))
     ]  # fmt: skip

@@ -13,26 +13,37 @@ from torch import Tensor
 from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import finish_row, load_finish, load_rope, rms_scale, rotate, round_like, store_like, to_fp32
+from abyssal.ops._records import (
+    early,
+    finish_row,
+    load_finish,
+    load_rope,
+    rms_scale,
+    rotate,
+    round_like,
+    store_like,
+    to_fp32,
+    wait_for_inputs,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class QkvInsertConfig:
-    """Both fix the order of the norm's sum. One warp: a row of 512 values is 16 per lane, sums and scales are shuffles."""
+    """Both fix the order of the norm's sum."""
 
     heads_per_program: int  # of one token
-    num_warps: int = 1
+    num_warps: int
 
 
 def qkv_insert_config(tokens: int, heads: int, norm: bool) -> QkvInsertConfig:
-    """With norm two heads for every batch, so that a row's bits do not depend on it: 98 % of the copy bandwidth at 4,096 tokens (H200).
+    """With norm four heads for every batch, so that a row's bits do not depend on it: 96 % of the copy bandwidth at 4,096 tokens (H200).
 
-    Without norm only 64 values of a head move and the launch of programs is the limit: 8 or 16 heads where there are many.
+    Without norm only 64 values of a head move and the launch of programs is the limit: up to 32 heads where there are many.
     """
-    per_program = 2 if norm else 1 if tokens <= 8 else 8 if tokens <= 64 else 16
+    per_program, num_warps = (4, 4) if norm else (8, 1) if tokens <= 8 else (16, 2) if tokens <= 64 else (32, 4)
     while heads % per_program:
         per_program //= 2
-    return QkvInsertConfig(per_program)
+    return QkvInsertConfig(per_program, num_warps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,7 @@ def window_store_config(layout: Layout, norm: bool, rope: bool) -> WindowStoreCo
 def qkv_insert_kernel(
     q, q_stride_t, q_stride_h, kv, kv_stride, rope, pages, page_bytes, slots, stored, eps, tokens,
     HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
-    layout: tl.constexpr, ENTRIES: tl.constexpr,
+    layout: tl.constexpr, ENTRIES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs 0..tokens - 1: kv rows. The others: PER_PROGRAM heads of one token, in place.
 
@@ -59,6 +70,7 @@ def qkv_insert_kernel(
     D: tl.constexpr = layout.dim
     BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16
     program = tl.program_id(0)
+    wait_for_inputs(EARLY)
     if program < tokens:
         slot = tl.load(slots + program + tl.arange(0, 1))
         row = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, D)[None, :]))
@@ -82,9 +94,10 @@ def qkv_insert_kernel(
 @triton.jit
 def window_store_kernel(
     kv, kv_stride, norm, rope, pages, page_bytes, slots, latent, stored, eps,
-    ROPE: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
+    ROPE: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
+    wait_for_inputs(EARLY)
     slot = tl.load(slots + program + tl.arange(0, 1))
     x = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, layout.dim)[None, :]))
     BF16: tl.constexpr = kv.dtype.element_ty == tl.bfloat16
@@ -128,10 +141,11 @@ def qkv_insert(
         return q
     config = config or qkv_insert_config(tokens, heads, eps is not None)
     assert heads % config.heads_per_program == 0, f"{heads} heads are no multiple of {config}"
-    qkv_insert_kernel[(tokens + tokens * heads // config.heads_per_program,)](
+    programs = tokens + tokens * heads // config.heads_per_program
+    qkv_insert_kernel[(programs,)](
         q, q.stride(0), q.stride(1), kv, kv.stride(0), torch.view_as_real(rope), pages, pages.stride(0), slots, stored, eps or 0.0,
         tokens, HEADS=heads, PER_PROGRAM=config.heads_per_program, NORM=eps is not None, ROPE=2 * rope.shape[1], layout=layout,
-        ENTRIES=entries_per_page, num_warps=config.num_warps,
+        ENTRIES=entries_per_page, num_warps=config.num_warps, **early(programs, q),
     )  # fmt: skip
     return q
 
@@ -164,7 +178,7 @@ def window_store(
     window_store_kernel[(tokens,)](
         kv, kv.stride(0), norm, None if rope is None else torch.view_as_real(rope), pages, pages.stride(0), slots, latent,
         stored, eps, ROPE=0 if rope is None else 2 * rope.shape[1], layout=layout, ENTRIES=entries_per_page,
-        num_warps=config.num_warps,
+        num_warps=config.num_warps, **early(tokens, kv),
     )  # fmt: skip
 
 
@@ -189,19 +203,19 @@ def aot_cases() -> list[AotCase]:
     aligned = ("kv", "kv_stride", "rope", "pages", "page_bytes", "slots")
     for name in ("bf16", "v4", "v41"):
         layout = layouts.get(name)
-        common: dict[str, Any] = {"layout": layout, "ENTRIES": 64, "ROPE": 64, "stored": None}
+        common: dict[str, Any] = {"layout": layout, "ENTRIES": 64, "ROPE": 64, "stored": None, "EARLY": True}
         for heads, norm in ((64, True), (128, True), (64, False)):
-            for per_program in (1, 2) if norm else (1, 8, 16):
+            for per_program, num_warps in ((4, 4),) if norm else ((8, 1), (16, 2), (32, 4)):
                 cases.append(
                     AotCase(
                         f"qkv_insert {name} h{heads} norm={norm} x{per_program}", qkv_insert_kernel,
                         rows | {"q": "*bf16", "q_stride_t": "i32", "q_stride_h": "i32", "tokens": "i32"},
-                        common | {"HEADS": heads, "PER_PROGRAM": per_program, "NORM": norm}, num_warps=1,
+                        common | {"HEADS": heads, "PER_PROGRAM": per_program, "NORM": norm}, num_warps=num_warps,
                         aligned=(*aligned, "q", "q_stride_t", "q_stride_h"),
                     )
                 )  # fmt: skip
     for name in ("bf16", "v4", "v41", "v41_fp4", "index_bf16", "index_fp8", "index_mxfp4"):
-        constants: dict[str, Any] = {"layout": layouts.get(name), "ENTRIES": 64, "latent": None, "stored": None}
+        constants: dict[str, Any] = {"layout": layouts.get(name), "ENTRIES": 64, "latent": None, "stored": None, "EARLY": True}
         for norm, rope in ((False, 0), (False, 64), (True, 64)):
             weight: dict[str, Any] = {} if norm else {"norm": None}
             cases.append(
