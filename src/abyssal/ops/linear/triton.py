@@ -17,8 +17,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.ops._aot import AotCase
+from abyssal.ops._early import prefetch, take_over
 from abyssal.ops._records import INTERPRETED, e4m3_tiles, e4m3_values, power_of_two, store_like, to_bf16, to_fp32
 from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 
@@ -32,6 +34,7 @@ FEW_TOKENS = 16
 TILED_TOKENS = 256
 MOST_GROUPS = 3  # of a launch
 PROGRAMS = 128  # that keep the card busy
+L2_BYTES = 40 << 20  # of weights that may lie in the L2 before they are used
 
 Route = Literal["few", "tiled", "library"]
 
@@ -164,8 +167,11 @@ class QuantisedInput:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def quantise_kernel(x, x_stride, out, scales, num_rows, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr):
+def quantise_kernel(
+    x, x_stride, out, scales, num_rows, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr
+):
     """Token t, WIDTH columns per program. CODES: codes uint8 and scales fp32 [K / TILE, num_rows], else the rounded values."""
+    take_over(EARLY)
     token = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     values = to_fp32(tl.load(x + token.to(tl.int64) * x_stride + column, mask=column < K, other=0.0))
@@ -202,8 +208,9 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
     if len(x) == 0:
         return
     quantise_kernel[len(x), triton.cdiv(x.shape[1], WIDTH)](
-        x, x.stride(0), out, scales, len(out), x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None, num_warps=1
-    )
+        x, x.stride(0), out, scales, len(out), x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None,
+        EARLY=x.is_cuda, num_warps=1, launch_pdl=x.is_cuda,
+    )  # fmt: skip
 
 
 # A few tokens
@@ -214,26 +221,34 @@ class FewConfig:
     """Sizes of one launch. None changes a sum: each output is one chain of products per warp, then the sum over the warps."""
 
     tokens: int  # of a program
-    rows: tuple[int, ...]  # of a program, per group
+    rows: tuple[int, ...]  # of a tile, per group
     num_stages: int
+    tiles: int  # of rows per program, of the first group
+    prefetched: bool  # its weights go to the L2 while the kernel before ends
 
 
-def rows_per_program(rows: int) -> int:
-    """16 rows, or 32 where that still gives every multiprocessor a program."""
-    return 32 if rows >= 32 * PROGRAMS else 16
+def rows_per_tile(rows: int) -> int:
+    """16 rows, or 32 where that still gives every multiprocessor two programs."""
+    return 32 if rows >= 64 * PROGRAMS else 16
 
 
-def few_config(tokens: int, groups: Sequence[tuple[int, int, int]], input_bytes: int) -> FewConfig:
+def few_config(tokens: int, groups: Sequence[tuple[int, int, int]], input_bytes: int, num_groups: int = 1) -> FewConfig:
     """
     Args:
         groups: rows, bytes of a value, and columns of each group.
         input_bytes: of a value of the input.
+        num_groups: of rows of the first group with an input of their own.
     """
     per_program = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
-    rows = tuple(rows_per_program(n) for n, _, _ in groups)
+    rows = tuple(rows_per_tile(n) for n, _, _ in groups)
     stage = max(STEP * (r * size + per_program * input_bytes) for r, (_, size, _) in zip(rows, groups, strict=True))
     steps = max(-(-k // STEP) for _, _, k in groups)
-    return FewConfig(per_program, rows, 1 + max(1, min(6, steps, SHARED_BYTES // stage)))
+    whole = all(k % STEP == 0 and n % r == 0 for r, (n, _, k) in zip(rows, groups, strict=True))
+    whole = whole and groups[0][0] // num_groups % rows[0] == 0
+    prefetched = whole and tokens <= per_program and sum(math.prod(group) for group in groups) <= L2_BYTES
+    tiles = groups[0][0] // rows[0]
+    tiles = math.gcd(tiles, 1 << (tiles // (2 * PROGRAMS)).bit_length() - 1) if prefetched and tiles >= 2 * PROGRAMS else 1
+    return FewConfig(per_program, rows, 1 + max(1, min(6, steps, SHARED_BYTES // stage)), tiles, prefetched)
 
 
 @triton.jit
@@ -270,6 +285,26 @@ def _scales(
 
 @triton.jit
 def _product(
+    x, x_stride, x_scales, x_scale_stride, data, scale, out, tile, t0, T, N, K, group_rows,
+    BN: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PREFETCH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """TILES times BN rows of one weight, from tile number `tile`, for BT tokens."""
+    if PREFETCH:
+        row_bytes = K * (2 * PARTS if ROW_BLOCK is None else 1)
+        prefetch(data.to(tl.int64) + tile.to(tl.int64) * BN * row_bytes, TILES * BN * row_bytes, WARPS)
+    if EARLY:
+        gdc_wait()
+    for more in range(TILES):
+        _row_tile(
+            x, x_stride, x_scales, x_scale_stride, data, scale, out, tile + more, t0, T, N, K, group_rows,
+            BN, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS, EVEN, ALIGNED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _row_tile(
     x, x_stride, x_scales, x_scale_stride, data, scale, out, tile, t0, T, N, K, group_rows,
     BN: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
@@ -349,7 +384,8 @@ def few_tokens_kernel(
     data0, scale0, out0, N0, tiles0, data1, out1, N1, tiles1, data2, out2, N2,
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr, PARTS2: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, TILES0: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Up to three groups of weights of one input; only the first may have scales, or a quantised input, `input0`.
 
@@ -359,20 +395,22 @@ def few_tokens_kernel(
     tile = tl.program_id(0) // token_tiles
     if tile < tiles0:
         _product(
-            input0, input0_stride, scales0, scales0_stride, data0, scale0, out0, tile, t0, T, N0, K, group_rows,
-            BN0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN, ALIGNED,
+            input0, input0_stride, scales0, scales0_stride, data0, scale0, out0, tile * TILES0, t0, T, N0, K, group_rows,
+            BN0, TILES0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN, ALIGNED, PREFETCH, EARLY,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
                 x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K, N1,
-                BN1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN, False,
+                BN1, 1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN, False, PREFETCH, EARLY,
             )  # fmt: skip
         elif data2 is not None:
             _product(
                 x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K, N2,
-                BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False,
+                BN2, 1, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False, PREFETCH, EARLY,
             )  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()  # not before: what follows brings its weights, too
 
 
 def few_tokens(
@@ -397,10 +435,10 @@ def few_tokens(
         quantised = quantise(plain, first.tile)
     source = plain if quantised is None else quantised.codes.flatten(1)
     sizes = [(len(group.data), group.data.itemsize, group.data.shape[1]) for group in groups]
-    config = config or few_config(tokens, sizes, source.itemsize if len(groups) == 1 else plain.itemsize)
+    config = config or few_config(tokens, sizes, source.itemsize if len(groups) == 1 else plain.itemsize, num_groups)
     group_rows = len(first.data) // num_groups
     tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
-    tiles[0] = num_groups * triton.cdiv(group_rows, config.rows[0])
+    tiles[0] = num_groups * triton.cdiv(group_rows, config.rows[0]) // config.tiles
     token_tiles = triton.cdiv(tokens, config.tokens)
     absent = (None, None, 0, 0)
     more = [(g.data, out, len(g.data), n) for g, out, n in zip(groups[1:], outs[1:], tiles[1:], strict=True)]
@@ -413,8 +451,9 @@ def few_tokens(
         first.data, first.scale, outs[0], len(first.data), tiles[0], data1, out1, rows1, tiles1, data2, out2, rows2,
         BT=config.tokens, BN0=rows[0], BN1=rows[1], BN2=rows[2], TILE=first.tile,
         ROW_BLOCK=first.block and first.block[0], COLUMN_BLOCK=first.block and first.block[1],
-        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0, ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1, WARPS=WARPS, COLUMNS=COLUMNS,
-        num_warps=WARPS, num_stages=config.num_stages,
+        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0,
+        ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1, TILES0=config.tiles, PREFETCH=config.prefetched and plain.is_cuda,
+        EARLY=plain.is_cuda, WARPS=WARPS, COLUMNS=COLUMNS, num_warps=WARPS, num_stages=config.num_stages, launch_pdl=plain.is_cuda,
     )  # fmt: skip
     return outs
 
@@ -655,7 +694,7 @@ def aot_cases() -> list[AotCase]:
         AotCase(
             f"quantise tile={tile} codes={codes}", quantise_kernel,
             {"x": "*bf16", "x_stride": "i32", "out": "*u8" if codes else "*bf16", "scales": "*fp32", "num_rows": "i32", "K": "i32"},
-            {"TILE": tile, "WIDTH": WIDTH, "CODES": codes} | ({} if codes else {"scales": None}), num_warps=1,
+            {"TILE": tile, "WIDTH": WIDTH, "CODES": codes, "EARLY": True} | ({} if codes else {"scales": None}), num_warps=1,
             aligned=("x", "x_stride", "out", "K"),
         )
         for tile, codes in ((128, True), (32, False))
@@ -713,7 +752,7 @@ def _few_case(
     constants: dict[str, object] = {
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "TILE": block, "ROW_BLOCK": block,
         "COLUMN_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % STEP == 0, "ALIGNED": aligned_groups,
-        "WARPS": WARPS, "COLUMNS": COLUMNS,
+        "TILES0": config.tiles, "PREFETCH": config.prefetched, "EARLY": True, "WARPS": WARPS, "COLUMNS": COLUMNS,
     }  # fmt: skip
     absent = ["scales0"] if block is None else []
     absent += ["scale0"] if block is None else []
