@@ -36,6 +36,7 @@ MOST_GROUPS = 3  # of a launch
 PROGRAMS = 128  # that keep the card busy
 L2_BYTES = 40 << 20  # of weights that may lie in the L2 before they are used
 
+TRY = {"few_trigger": 0, "up_trigger": 0, "bring": 3, "sum": 0}
 Route = Literal["few", "tiled", "library"]
 
 
@@ -385,7 +386,7 @@ def few_tokens_kernel(
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr, PARTS2: tl.constexpr,
     EVEN: tl.constexpr, ALIGNED: tl.constexpr, TILES0: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Up to three groups of weights of one input; only the first may have scales, or a quantised input, `input0`.
 
@@ -393,6 +394,8 @@ def few_tokens_kernel(
     """
     t0 = tl.program_id(0) % token_tiles * BT
     tile = tl.program_id(0) // token_tiles
+    if EARLY and TRIGGER:
+        gdc_launch_dependents()
     if tile < tiles0:
         _product(
             input0, input0_stride, scales0, scales0_stride, data0, scale0, out0, tile * TILES0, t0, T, N0, K, group_rows,
@@ -409,7 +412,7 @@ def few_tokens_kernel(
                 x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K, N2,
                 BN2, 1, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False, PREFETCH, EARLY,
             )  # fmt: skip
-    if EARLY:
+    if EARLY and not TRIGGER:
         gdc_launch_dependents()  # not before: what follows brings its weights, too
 
 
@@ -453,7 +456,7 @@ def few_tokens(
         ROW_BLOCK=first.block and first.block[0], COLUMN_BLOCK=first.block and first.block[1],
         PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0,
         ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1, TILES0=config.tiles, PREFETCH=config.prefetched and plain.is_cuda,
-        EARLY=plain.is_cuda, WARPS=WARPS, COLUMNS=COLUMNS, num_warps=WARPS, num_stages=config.num_stages, launch_pdl=plain.is_cuda,
+        EARLY=plain.is_cuda, WARPS=WARPS, COLUMNS=COLUMNS, TRIGGER=TRY["few_trigger"], num_warps=WARPS, num_stages=config.num_stages, launch_pdl=plain.is_cuda,
     )  # fmt: skip
     return outs
 
@@ -752,7 +755,7 @@ def _few_case(
     constants: dict[str, object] = {
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "TILE": block, "ROW_BLOCK": block,
         "COLUMN_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % STEP == 0, "ALIGNED": aligned_groups,
-        "TILES0": config.tiles, "PREFETCH": config.prefetched, "EARLY": True, "WARPS": WARPS, "COLUMNS": COLUMNS,
+        "TILES0": config.tiles, "PREFETCH": config.prefetched, "EARLY": True, "WARPS": WARPS, "COLUMNS": COLUMNS, "TRIGGER": 0,
     }  # fmt: skip
     absent = ["scales0"] if block is None else []
     absent += ["scale0"] if block is None else []

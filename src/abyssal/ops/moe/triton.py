@@ -42,7 +42,7 @@ from abyssal.ops._records import (
     to_fp32,
 )
 from abyssal.ops.linear import LinearWeight, dequantize
-from abyssal.ops.linear.triton import PreparedLinear, linear, prepare_linear
+from abyssal.ops.linear.triton import TRY, PreparedLinear, linear, prepare_linear
 from abyssal.ops.moe import ExpertLayer
 
 CHUNK = tl.constexpr(128)  # values along K per step: one word of four scales per row
@@ -679,7 +679,7 @@ def moe_up(
     inputs, w, s, plan, order, weights, hidden, arrivals, blocks, limit, first_expert,
     E: tl.constexpr, K: tl.constexpr, I: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     WARPS: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, TRIGGER: tl.constexpr, BRING: tl.constexpr,
 ):  # fmt: skip
     """hidden bf16 [places, I] = silu(w1 x) (w3 x) weight, on the grid and in the order of the second product's input.
 
@@ -688,7 +688,7 @@ def moe_up(
     """
     if EARLY:
         gdc_wait()
-        if order is not None:
+        if order is not None or TRIGGER:
             gdc_launch_dependents()
     block = tl.program_id(1)
     expert, start, end = _block(plan, order, blocks, first_expert, E)
@@ -704,7 +704,7 @@ def moe_up(
     w += expert.to(tl.int64) * (2 * I * WORDS)
     if FORMAT != "plain":
         s += expert.to(tl.int64) * (2 * I * (K // 128))
-    if EARLY and order is None:
+    if EARLY and order is None and BRING % 2 == 1:
         for half in tl.static_range(2):
             _prefetch_rows(w, s, first + half * I, ROWS // 2, K, FORMAT)
     BIAS: tl.constexpr = 1.0 if FORMAT == "plain" else 2.0**32
@@ -725,7 +725,7 @@ def moe_up(
         value = _hidden(acc * BIAS, weight, limit, ROWS // 2, TOKENS)
         column = first + tl.arange(0, ROWS // 2)[:, None]
         tl.store(to_hidden + place(column, OUT, WARPS > 1), value, mask=kept[None, :])
-    if EARLY and order is None:
+    if EARLY and order is None and not TRIGGER:
         gdc_launch_dependents()  # not before: `moe_down` brings its weights, too
     if quant is not None:
         SPAN: tl.constexpr = max(TILE, ROWS // 2)
@@ -747,7 +747,7 @@ def moe_up(
 def moe_down(
     hidden, w, s, plan, order, outputs, blocks, first_expert,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
-    FORMAT: tl.constexpr, EARLY: tl.constexpr,
+    FORMAT: tl.constexpr, EARLY: tl.constexpr, BRING: tl.constexpr,
 ):  # fmt: skip
     """outputs bf16 [choices, N] = w2 hidden. What `moe_plan` wrote is there since `moe_up` began; only `hidden` has to be waited for."""
     if EARLY:
@@ -766,7 +766,7 @@ def moe_down(
     w += expert.to(tl.int64) * (N * WORDS)
     if FORMAT != "plain":
         s += expert.to(tl.int64) * (N * (K // 128))
-    if EARLY and order is None:
+    if EARLY and order is None and BRING >= 2:
         _prefetch_rows(w, s, first, ROWS, K, FORMAT)
     BIAS: tl.constexpr = 1.0 if FORMAT == "plain" else 2.0**32
     to_output = outputs + choice.to(tl.int64)[None, :] * N + first
@@ -854,7 +854,7 @@ def moe(
         shared = shared_expert(x, experts, batch_invariant)
     routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
     here.wait_stream(beside)
-    return moe_total(routed, shared, token_ids, x.shape[1], early=False)  # it follows two kernels
+    return moe_total(routed, shared, token_ids, x.shape[1], early=bool(TRY["sum"]))  # it follows two kernels
 
 
 def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
@@ -933,12 +933,12 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     moe_up[(up_rows // up.block_rows, blocks)](
         choice.inputs, experts.w13.words, experts.w13.scale, plan, order, choice.weights, hidden, counters, blocks, experts.limit, first,
         E=count, K=columns, I=inner, CHOICES=k, TOKENS=up.block_tokens, ROWS=up.block_rows, CHUNKS=up.chunks, WARPS=up.warps,
-        FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early, num_warps=up.warps, num_stages=1,
+        FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early, TRIGGER=TRY["up_trigger"], BRING=TRY["bring"], num_warps=up.warps, num_stages=1,
         launch_pdl=early,
     )  # fmt: skip
     moe_down[(rows // down.block_rows, blocks)](
         hidden, experts.w2.words, experts.w2.scale, plan, order, outputs, blocks, first, E=count, K=inner, N=rows, TOKENS=down.block_tokens,
-        ROWS=down.block_rows, CHUNKS=down.chunks, WARPS=down.warps, FORMAT=experts.w2.format, EARLY=early, num_warps=down.warps,
+        ROWS=down.block_rows, CHUNKS=down.chunks, WARPS=down.warps, FORMAT=experts.w2.format, EARLY=early, BRING=TRY["bring"], num_warps=down.warps,
         num_stages=1, launch_pdl=early,
     )  # fmt: skip
     return Routed(outputs, choice.experts, first, count)
@@ -1068,7 +1068,7 @@ def _product_cases(
         "EARLY": True,
     } | ({"s": None} if format == "plain" else {})  # fmt: skip
     quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
-    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1}
+    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1, "TRIGGER": 0, "BRING": 3}
     text = f"{name} {config.block_tokens}x{config.block_rows} warps {config.warps}"
     planless = config.block_rows == 16
     weights = {"w": "*i32", "plan": "*i32", "blocks": "i32", "first_expert": "i32"} | ({} if format == "plain" else {"s": "*i32"})
@@ -1081,7 +1081,7 @@ def _product_cases(
             aligned=tuple(n for n, kind in signature.items() if kind[0] == "*"), archs=archs,
             spill_reason="8 bytes in front of the loop, on 100 only" if format == "plain" else None,
         )
-        for kernel, signature, sizes_of in ((moe_up, hidden, up), (moe_down, output, {"K": inner, "N": dim}))
+        for kernel, signature, sizes_of in ((moe_up, hidden, up), (moe_down, output, {"K": inner, "N": dim, "BRING": 3}))
     ]  # fmt: skip
 
 
