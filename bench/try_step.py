@@ -52,6 +52,7 @@ def experts(up, down):
 VARIANTS = {
     "base": [],
     "attention on one stream": [patch(KO.KernelOps, "beside", no_beside)],
+    "compress with the queries": [try_(apart=1)],
     "all on one stream": [patch(KO.KernelOps, "beside", no_beside), patch(KO, "BESIDE_TOKENS", 0)],
     "linear: no prefetch": [few(prefetched=False)],
     "linear: no prefetch, one tile": [few(prefetched=False, tiles=1)],
@@ -72,7 +73,7 @@ VARIANTS = {
     "base again": [],
 }
 KEPT = []
-MANY = ("base", "attention on one stream", "all on one stream", "linear: no prefetch")
+MANY = ("base", "compress with the queries", "attention on one stream", "all on one stream", "linear: no prefetch")
 
 
 def time_steps(engine, steps):

@@ -36,7 +36,7 @@ MOST_GROUPS = 3  # of a launch
 PROGRAMS = 128  # that keep the card busy
 L2_BYTES = 40 << 20  # of weights that may lie in the L2 before they are used
 
-TRY = {"few_trigger": 0, "up_trigger": 0, "bring": 3, "sum": 0}
+TRY = {"few_trigger": 0, "up_trigger": 0, "bring": 3, "sum": 0, "apart": 0}
 Route = Literal["few", "tiled", "library"]
 
 
