@@ -15,7 +15,6 @@ import abyssal.ops.moe.triton as M
 import abyssal.ops._kernels as KO
 
 few_config = L.few_config
-rows_per_tile = L.rows_per_tile
 moe_config = M.moe_config
 beside = KO.KernelOps.beside
 
@@ -49,31 +48,39 @@ def experts(up, down):
     return patch(M, "moe_config", config)
 
 
+def both(*c):
+    return experts(c, c)
+
+
 VARIANTS = {
     "base": [],
     "attention on one stream": [patch(KO.KernelOps, "beside", no_beside)],
-    "compress with the queries": [try_(apart=1)],
-    "all on one stream": [patch(KO.KernelOps, "beside", no_beside), patch(KO, "BESIDE_TOKENS", 0)],
-    "linear: no prefetch": [few(prefetched=False)],
-    "linear: no prefetch, one tile": [few(prefetched=False, tiles=1)],
-    "linear: trigger first": [try_(few_trigger=1)],
-    "linear: 32 rows from 4096": [patch(L, "rows_per_tile", lambda n: 32 if n >= 4096 else 16)],
-    "linear: 16 rows": [patch(L, "rows_per_tile", lambda n: 16)],
-    "linear: less shared": [patch(L, "SHARED_BYTES", 48 << 10)],
-    "experts 16.4": [experts((8, 16, 4, 1), (8, 16, 4, 1))],
-    "experts 16.4 down 16.2": [experts((8, 16, 4, 1), (8, 16, 2, 1))],
-    "experts 32.2": [experts((8, 32, 2, 1), (8, 32, 2, 1))],
-    "experts 32.2 down 16.2": [experts((8, 32, 2, 1), (8, 16, 2, 1))],
-    "experts bring none": [try_(bring=0)],
-    "experts bring up": [try_(bring=1)],
-    "experts bring down": [try_(bring=2)],
+    "experts on one stream": [patch(KO.KernelOps, "moe", lambda self, x, ids, e: M.moe(x, ids, e, batch_invariant=self.batch_invariant))],
+    "all on one stream": [patch(KO, "BESIDE_TOKENS", 0)],
+    "fork before the choice": [try_(fork=0)],
+    "apart": [try_(apart=1)],
+    "experts 8x64.6w4": [both(8, 64, 6, 4)],
+    "experts 8x64.8w4": [both(8, 64, 8, 4)],
+    "experts 8x128.4w4": [both(8, 128, 4, 4)],
+    "experts 16x64.6w4": [both(16, 64, 6, 4)],
+    "experts 16.4": [both(8, 16, 4, 1)],
+    "experts ahead 2": [try_(ahead=2), both(8, 16, 2, 1)],
+    "experts ahead 3": [try_(ahead=3), both(8, 16, 2, 1)],
+    "experts 32.2": [both(8, 32, 2, 1)],
     "experts trigger first": [try_(up_trigger=1)],
     "experts with plan": [patch(M, "PLANLESS_CHOICES", 0)],
+    "linear lines 1": [try_(lines=1)],
+    "linear lines 3": [try_(lines=3)],
+    "linear trigger first": [try_(few_trigger=1)],
+    "linear deep": [try_(deep=1)],
+    "linear 16 rows": [patch(L, "rows_per_program", lambda n: 16)],
+    "linear less shared": [patch(L, "SHARED_BYTES", 48 << 10)],
     "sum early": [try_(sum=1)],
+    "many": [try_(lines=1, deep=1, apart=1), both(8, 64, 8, 4)],
     "base again": [],
 }
 KEPT = []
-MANY = ("base", "compress with the queries", "attention on one stream", "all on one stream", "linear: no prefetch")
+MANY = ("base", "attention on one stream", "experts on one stream", "all on one stream", "fork before the choice")
 
 
 def time_steps(engine, steps):
@@ -109,12 +116,14 @@ def main():
     p.add_argument("--steps", type=int, default=24)
     p.add_argument("--seconds", type=float, default=1e9)
     p.add_argument("--only", nargs="*")
-    p.add_argument("--compile", action="store_true")
+    p.add_argument("--part", type=int, nargs=2)
+    p.add_argument("--quiet", action="store_true")
+    p.add_argument("--cache", type=int, default=6)
     args = p.parse_args()
     logs, begun = os.environ["LOGS"], time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_slice(Path(temporary), slice_config(replace(SLICES["v4-flash"], layers=args.layers)))
-        engine = build(folder, {"kv_cache_bytes": str(6 << 30)}, max(args.batches))
+        engine = build(folder, {"kv_cache_bytes": str(args.cache << 30)}, max(args.batches))
         print(f"built {time.perf_counter() - begun:.1f}", flush=True)
         names = add_running(engine, max(args.batches), 8192)
         print(f"running {time.perf_counter() - begun:.1f}", flush=True)
@@ -122,7 +131,9 @@ def main():
             for name in names[batch:]:
                 engine.abort(name)
             names = names[:batch]
-            for variant, patches in VARIANTS.items():
+            for index, (variant, patches) in enumerate(VARIANTS.items()):
+                if args.part and index % args.part[1] != args.part[0]:
+                    continue
                 if (args.only and variant not in args.only) or (batch > 1 and variant not in MANY):
                     continue
                 if time.perf_counter() - begun > args.seconds:
@@ -134,10 +145,12 @@ def main():
                     KEPT.append(decoder._graphs)
                     decoder._graphs, decoder._memory = {}, torch.cuda.graph_pool_handle()
                     print(f"{batch:>3} {variant:32} {time_steps(engine, args.steps):7.3f} ms   at {time.perf_counter() - begun:.1f} s", flush=True)
-                    if variant == "base":
+                    if args.quiet:
+                        continue
+                    if variant == "base" and batch in (1, 8):
                         timeline(engine, f"{logs}/timeline_{batch}.txt")
-                    if variant == "attention on one stream" and batch == 1:
-                        timeline(engine, f"{logs}/timeline_{batch}_one_stream.txt")
+                    if variant == "many" and batch == 1:
+                        timeline(engine, f"{logs}/timeline_{batch}_many.txt")
                 except Exception as error:
                     print(f"{batch:>3} {variant:32} {type(error).__name__}: {error}", flush=True)
                 finally:

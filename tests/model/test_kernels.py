@@ -44,7 +44,7 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sides]:
         write(tmp_path)
         options = {"device": "cpu", "dtype": "bfloat16", "kv_layout": layout, "kv_cache_bytes": 16 << 20, "max_model_len": 1024}
         made.append(Side(tmp_path, prompts, **options))
-        monkeypatch.setattr(products, "rows_per_tile", lambda rows: 128)  # an eighth of the programs: each costs the same here
+        monkeypatch.setattr(products, "rows_per_program", lambda rows: 128)  # an eighth of the programs: each costs the same here
         monkeypatch.setattr(runner, "select_ops", lambda _, model, caches, device: KernelOps("triton", model, caches, 64, device))
         made.append(Side(tmp_path, prompts, **options))
         return made[0], made[1]

@@ -492,7 +492,7 @@ def test_routes_follow_from_shapes():
     assert routes(wide) == routes(narrow) == routes(wide, 2) == ["few", "few", "tiled", "tiled", "library"]
     assert routes(short) == routes(wide, 4) == ["few"] * 4 + ["library"]
     assert routes(plain) == ["few", "few", *["library"] * 3]
-    assert kernels.few_config(1, [(32768, 1, 1024)], 1) == kernels.FewConfig(8, (32,), 3, 4, True)
+    assert kernels.few_config(1, [(32768, 1, 1024)], 1) == kernels.FewConfig(8, (32,), 3)
     assert "tokens=32" in str(kernels.few_config(300, [(1536, 1, 4096), (64, 2, 4096)], 2))
     assert kernels.tiled_config(64, 4096, 8192) == kernels.TiledConfig(64, 4, 2048)
     assert kernels.tiled_config(20, 32768, 1024) == kernels.TiledConfig(32, 1, 1024)

@@ -40,7 +40,10 @@ class Attention:
         norms = (q_latent, self.q_norm), (kv, self.kv_norm)
         q_latent, kv = ops.rms_norm(*norms, eps=config.rms_eps, reader=self.wq_b)  # [T, q_lora], [T, d]
         from abyssal.ops.linear.triton import TRY
-        apart = TRY["apart"] and self.indexer is not None and self.indexer.compressor is not None  # keys are made without the latent
+
+        apart = (
+            TRY["apart"] and self.indexer is not None and self.indexer.compressor is not None
+        )  # keys are made without the latent
         with ops.beside(len(x)) as join:  # what follows needs no result of this before the attention
             latent = self.compressor(rest[0], batch, cache) if self.compressor is not None and not apart else None
             if self.indexer is not None:

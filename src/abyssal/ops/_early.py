@@ -17,17 +17,3 @@ def take_over(EARLY: tl.constexpr):
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit
-def prefetch(address, num_bytes, WARPS: tl.constexpr):
-    """Bring `num_bytes`, a multiple of 16 WARPS, from int64 `address` on into the L2; nothing waits for them.
-
-    The lanes of a warp share one request, as the instruction is one of a warp: differing ones would go one after the other.
-    """
-    part = num_bytes // WARPS
-    warp = tl.arange(0, 32 * WARPS) // 32
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
-        [address + warp * part, tl.zeros_like(warp) + part], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

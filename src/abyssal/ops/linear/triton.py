@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.ops._aot import AotCase
-from abyssal.ops._early import prefetch, take_over
+from abyssal.ops._early import take_over
 from abyssal.ops._records import INTERPRETED, e4m3_tiles, e4m3_values, power_of_two, store_like, to_bf16, to_fp32
 from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 
@@ -34,9 +34,8 @@ FEW_TOKENS = 16
 TILED_TOKENS = 256
 MOST_GROUPS = 3  # of a launch
 PROGRAMS = 128  # that keep the card busy
-L2_BYTES = 40 << 20  # of weights that may lie in the L2 before they are used
 
-TRY = {"few_trigger": 0, "up_trigger": 0, "bring": 3, "sum": 0, "apart": 0}
+TRY = {"few_trigger": 0, "up_trigger": 0, "lines": 0, "deep": 0, "ahead": 1, "fork": 1, "sum": 0, "apart": 0}
 Route = Literal["few", "tiled", "library"]
 
 
@@ -222,34 +221,29 @@ class FewConfig:
     """Sizes of one launch. None changes a sum: each output is one chain of products per warp, then the sum over the warps."""
 
     tokens: int  # of a program
-    rows: tuple[int, ...]  # of a tile, per group
+    rows: tuple[int, ...]  # of a program, per group
     num_stages: int
-    tiles: int  # of rows per program, of the first group
-    prefetched: bool  # its weights go to the L2 while the kernel before ends
 
 
-def rows_per_tile(rows: int) -> int:
-    """16 rows, or 32 where that still gives every multiprocessor two programs."""
-    return 32 if rows >= 64 * PROGRAMS else 16
+def rows_per_program(rows: int) -> int:
+    """16 rows, or 32 where that still gives every multiprocessor a program."""
+    return 32 if rows >= 32 * PROGRAMS else 16
 
 
-def few_config(tokens: int, groups: Sequence[tuple[int, int, int]], input_bytes: int, num_groups: int = 1) -> FewConfig:
+def few_config(tokens: int, groups: Sequence[tuple[int, int, int]], input_bytes: int) -> FewConfig:
     """
     Args:
         groups: rows, bytes of a value, and columns of each group.
         input_bytes: of a value of the input.
-        num_groups: of rows of the first group with an input of their own.
     """
     per_program = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
-    rows = tuple(rows_per_tile(n) for n, _, _ in groups)
+    rows = tuple(rows_per_program(n) for n, _, _ in groups)
     stage = max(STEP * (r * size + per_program * input_bytes) for r, (_, size, _) in zip(rows, groups, strict=True))
     steps = max(-(-k // STEP) for _, _, k in groups)
-    whole = all(k % STEP == 0 and n % r == 0 for r, (n, _, k) in zip(rows, groups, strict=True))
-    whole = whole and groups[0][0] // num_groups % rows[0] == 0
-    prefetched = whole and tokens <= per_program and sum(math.prod(group) for group in groups) <= L2_BYTES
-    tiles = groups[0][0] // rows[0]
-    tiles = math.gcd(tiles, 1 << (tiles // (2 * PROGRAMS)).bit_length() - 1) if prefetched and tiles >= 2 * PROGRAMS else 1
-    return FewConfig(per_program, rows, 1 + max(1, min(6, steps, SHARED_BYTES // stage)), tiles, prefetched)
+    programs = sum(-(-n // r) for r, (n, _, _) in zip(rows, groups, strict=True))
+    if TRY["deep"] and programs <= PROGRAMS:
+        return FewConfig(per_program, rows, 1 + max(1, min(8, steps, 2 * SHARED_BYTES // stage)))
+    return FewConfig(per_program, rows, 1 + max(1, min(6, steps, SHARED_BYTES // stage)))
 
 
 @triton.jit
@@ -287,29 +281,9 @@ def _scales(
 @triton.jit
 def _product(
     x, x_stride, x_scales, x_scale_stride, data, scale, out, tile, t0, T, N, K, group_rows,
-    BN: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
-    PREFETCH: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """TILES times BN rows of one weight, from tile number `tile`, for BT tokens."""
-    if PREFETCH:
-        row_bytes = K * (2 * PARTS if ROW_BLOCK is None else 1)
-        prefetch(data.to(tl.int64) + tile.to(tl.int64) * BN * row_bytes, TILES * BN * row_bytes, WARPS)
-    if EARLY:
-        gdc_wait()
-    for more in range(TILES):
-        _row_tile(
-            x, x_stride, x_scales, x_scale_stride, data, scale, out, tile + more, t0, T, N, K, group_rows,
-            BN, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS, EVEN, ALIGNED,
-        )  # fmt: skip
-
-
-@triton.jit
-def _row_tile(
-    x, x_stride, x_scales, x_scale_stride, data, scale, out, tile, t0, T, N, K, group_rows,
     BN: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Rows BN of one weight for BT tokens.
 
@@ -333,6 +307,15 @@ def _row_tile(
     t = tl.minimum(t0 + tl.arange(0, BT), T - 1).to(tl.int64)
     x += group * K
     acc = tl.zeros((WARPS if FP8 else B, BN, BT), tl.float32)
+    if EARLY:
+        if LINES > 0 and EVEN and (BK == COLUMNS or not FP8):
+            BYTES: tl.constexpr = COLUMNS if FP8 else 2 * COLUMNS
+            line = tl.arange(0, LINES * WARPS * (BYTES // 128))[None, :]
+            asked = data + n[:, None] * (K * PARTS) + line * (128 if FP8 else 64)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [asked.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+            )
+        gdc_wait()
     if TILE is not None:
         x_tile = group * tl.cdiv(K, TILE)
         both = _scales(first, x_scales, x_scale_stride, x_tile, t, scale, n0, n, K, TILE, ROW_BLOCK, COLUMN_BLOCK, UNIFORM)
@@ -385,8 +368,8 @@ def few_tokens_kernel(
     data0, scale0, out0, N0, tiles0, data1, out1, N1, tiles1, data2, out2, N2,
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr, PARTS2: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNED: tl.constexpr, TILES0: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
-    COLUMNS: tl.constexpr, TRIGGER: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
+    COLUMNS: tl.constexpr, TRIGGER: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Up to three groups of weights of one input; only the first may have scales, or a quantised input, `input0`.
 
@@ -398,19 +381,19 @@ def few_tokens_kernel(
         gdc_launch_dependents()
     if tile < tiles0:
         _product(
-            input0, input0_stride, scales0, scales0_stride, data0, scale0, out0, tile * TILES0, t0, T, N0, K, group_rows,
-            BN0, TILES0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN, ALIGNED, PREFETCH, EARLY,
+            input0, input0_stride, scales0, scales0_stride, data0, scale0, out0, tile, t0, T, N0, K, group_rows,
+            BN0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN, ALIGNED, EARLY, LINES,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
                 x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K, N1,
-                BN1, 1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN, False, PREFETCH, EARLY,
+                BN1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN, False, EARLY, LINES,
             )  # fmt: skip
         elif data2 is not None:
             _product(
                 x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K, N2,
-                BN2, 1, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False, PREFETCH, EARLY,
+                BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False, EARLY, LINES,
             )  # fmt: skip
     if EARLY and not TRIGGER:
         gdc_launch_dependents()  # not before: what follows brings its weights, too
@@ -438,10 +421,10 @@ def few_tokens(
         quantised = quantise(plain, first.tile)
     source = plain if quantised is None else quantised.codes.flatten(1)
     sizes = [(len(group.data), group.data.itemsize, group.data.shape[1]) for group in groups]
-    config = config or few_config(tokens, sizes, source.itemsize if len(groups) == 1 else plain.itemsize, num_groups)
+    config = config or few_config(tokens, sizes, source.itemsize if len(groups) == 1 else plain.itemsize)
     group_rows = len(first.data) // num_groups
     tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
-    tiles[0] = num_groups * triton.cdiv(group_rows, config.rows[0]) // config.tiles
+    tiles[0] = num_groups * triton.cdiv(group_rows, config.rows[0])
     token_tiles = triton.cdiv(tokens, config.tokens)
     absent = (None, None, 0, 0)
     more = [(g.data, out, len(g.data), n) for g, out, n in zip(groups[1:], outs[1:], tiles[1:], strict=True)]
@@ -455,8 +438,8 @@ def few_tokens(
         BT=config.tokens, BN0=rows[0], BN1=rows[1], BN2=rows[2], TILE=first.tile,
         ROW_BLOCK=first.block and first.block[0], COLUMN_BLOCK=first.block and first.block[1],
         PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0,
-        ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1, TILES0=config.tiles, PREFETCH=config.prefetched and plain.is_cuda,
-        EARLY=plain.is_cuda, WARPS=WARPS, COLUMNS=COLUMNS, TRIGGER=TRY["few_trigger"], num_warps=WARPS, num_stages=config.num_stages, launch_pdl=plain.is_cuda,
+        ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1,
+        EARLY=plain.is_cuda, WARPS=WARPS, COLUMNS=COLUMNS, TRIGGER=TRY["few_trigger"], LINES=TRY["lines"] if token_tiles == 1 else 0, num_warps=WARPS, num_stages=config.num_stages, launch_pdl=plain.is_cuda,
     )  # fmt: skip
     return outs
 
@@ -755,7 +738,7 @@ def _few_case(
     constants: dict[str, object] = {
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "TILE": block, "ROW_BLOCK": block,
         "COLUMN_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % STEP == 0, "ALIGNED": aligned_groups,
-        "TILES0": config.tiles, "PREFETCH": config.prefetched, "EARLY": True, "WARPS": WARPS, "COLUMNS": COLUMNS, "TRIGGER": 0,
+        "EARLY": True, "LINES": 0, "WARPS": WARPS, "COLUMNS": COLUMNS, "TRIGGER": 0,
     }  # fmt: skip
     absent = ["scales0"] if block is None else []
     absent += ["scale0"] if block is None else []

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv.layouts import Grid
 from abyssal.ops._aot import BLACKWELL, HOPPER, AotCase
-from abyssal.ops._early import prefetch, take_over
+from abyssal.ops._early import take_over
 from abyssal.ops._records import (
     INTERPRETED,
     e2m1_values,
@@ -42,6 +42,9 @@ from abyssal.ops._records import (
     to_fp32,
 )
 from abyssal.ops.linear import LinearWeight, dequantize
+import os
+
+AHEAD = int(os.environ.get("AH", 1))
 from abyssal.ops.linear.triton import TRY, PreparedLinear, linear, prepare_linear
 from abyssal.ops.moe import ExpertLayer
 
@@ -457,21 +460,26 @@ def _zeros(TILES, TOKENS):
 
 
 @triton.jit
-def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS, WAIT):
+def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS, WAIT, AHEAD):
     """Products of the input's rows with TILES times 16 rows of weights, those of tile t are `row` + t `gap` of the matrix at w.
 
-    Returns a tuple of fp32 [16, TOKENS]. The loads of the next step run ahead; with WAIT the first do not wait for the input.
+    Returns a tuple of fp32 [16, TOKENS]. The loads of AHEAD steps run ahead; with WAIT the first do not wait for the input.
     """
     STEPS: tl.constexpr = K // 128 // CHUNKS
+    COUNT: tl.constexpr = CHUNKS * TILES * (1 if FORMAT == "fp4" else 2 if FORMAT == "fp8" else 4)
+    SCALES: tl.constexpr = 0 if FORMAT == "plain" else CHUNKS * TILES
     sums = _zeros(TILES, TOKENS)
-    data, scales = _load_weights(w, s, row, gap, 0, K, TILES, CHUNKS, FORMAT)
+    data, scales = (), ()
+    for step in tl.static_range(AHEAD):
+        more, more_scales = _load_weights(w, s, row, gap, min(step, STEPS - 1) * CHUNKS, K, TILES, CHUNKS, FORMAT)
+        data, scales = data + more, scales + more_scales
     if WAIT:
         gdc_wait()
     for step in range(STEPS):
-        ahead = tl.minimum(step + 1, STEPS - 1) * CHUNKS
-        later, later_scales = _load_weights(w, s, row, gap, ahead, K, TILES, CHUNKS, FORMAT)
+        ahead = tl.minimum(step + AHEAD, STEPS - 1) * CHUNKS
+        more, more_scales = _load_weights(w, s, row, gap, ahead, K, TILES, CHUNKS, FORMAT)
         sums = _multiply(sums, data, scales, x + step * (CHUNKS * 128), live, TILES, CHUNKS, FORMAT, TOKENS)
-        data, scales = later, later_scales
+        data, scales = data[COUNT:] + more, scales[SCALES:] + more_scales
     return sums
 
 
@@ -665,26 +673,17 @@ def _block(plan, order, blocks, first, E: tl.constexpr):
         return expert, tl.load(plan + blocks + block), tl.load(plan + 2 * blocks + block)
 
 
-@triton.jit
-def _prefetch_rows(w, s, row, ROWS: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr):
-    """ROWS rows of the matrix at w, s, from `row` on."""
-    WORDS: tl.constexpr = row_words(K, FORMAT)
-    prefetch((w + row * WORDS).to(tl.int64), ROWS * WORDS * 4, 1)
-    if FORMAT != "plain":
-        prefetch((s + row * (K // 128)).to(tl.int64), ROWS * (K // 128) * 4, 1)
-
-
 @triton.jit(do_not_specialize=["blocks"])
 def moe_up(
     inputs, w, s, plan, order, weights, hidden, arrivals, blocks, limit, first_expert,
     E: tl.constexpr, K: tl.constexpr, I: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     WARPS: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr,
-    EARLY: tl.constexpr, TRIGGER: tl.constexpr, BRING: tl.constexpr,
+    EARLY: tl.constexpr, TRIGGER: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """hidden bf16 [places, I] = silu(w1 x) (w3 x) weight, on the grid and in the order of the second product's input.
 
     Where a tile of that grid spans several programs, the last of them to arrive rounds it and sets its counter back to 0.
-    `order` None: `plan` holds the choices' experts, and the programs of a choice bring their weights to the L2 at once.
+    `order` None: `plan` holds the choices' experts.
     """
     if EARLY:
         gdc_wait()
@@ -704,15 +703,12 @@ def moe_up(
     w += expert.to(tl.int64) * (2 * I * WORDS)
     if FORMAT != "plain":
         s += expert.to(tl.int64) * (2 * I * (K // 128))
-    if EARLY and order is None and BRING % 2 == 1:
-        for half in tl.static_range(2):
-            _prefetch_rows(w, s, first + half * I, ROWS // 2, K, FORMAT)
     BIAS: tl.constexpr = 1.0 if FORMAT == "plain" else 2.0**32
     to_hidden = hidden + places.to(tl.int64)[None, :] * I
     if WARPS == 1:
         row = tl.arange(0, 16)
         row = first + row % 8 + row // 8 * I
-        sums = _products(w, s, row, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, False)
+        sums = _products(w, s, row, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, False, AHEAD)
         for tile in tl.static_range(ROWS // 16):
             value = _hidden(sums[tile] * BIAS, weight, limit, 8, TOKENS)
             column = first + tile * 8 + tl.arange(0, 8)[:, None]
@@ -747,7 +743,7 @@ def moe_up(
 def moe_down(
     hidden, w, s, plan, order, outputs, blocks, first_expert,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
-    FORMAT: tl.constexpr, EARLY: tl.constexpr, BRING: tl.constexpr,
+    FORMAT: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """outputs bf16 [choices, N] = w2 hidden. What `moe_plan` wrote is there since `moe_up` began; only `hidden` has to be waited for."""
     if EARLY:
@@ -766,13 +762,11 @@ def moe_down(
     w += expert.to(tl.int64) * (N * WORDS)
     if FORMAT != "plain":
         s += expert.to(tl.int64) * (N * (K // 128))
-    if EARLY and order is None and BRING >= 2:
-        _prefetch_rows(w, s, first, ROWS, K, FORMAT)
     BIAS: tl.constexpr = 1.0 if FORMAT == "plain" else 2.0**32
     to_output = outputs + choice.to(tl.int64)[None, :] * N + first
     if WARPS == 1:
         row = first + tl.arange(0, 16)
-        sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, EARLY)
+        sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, EARLY, AHEAD)
         for tile in tl.static_range(ROWS // 16):
             value = to_bf16(sums[tile] * BIAS)
             tl.store(to_output + tile * 16 + tl.arange(0, 16)[:, None], value, mask=kept[None, :])
@@ -849,10 +843,11 @@ def moe(
         routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
         return moe_total(routed, shared, token_ids, x.shape[1], early=x.is_cuda)
     here = torch.cuda.current_stream(x.device)
+    choice = None if TRY["fork"] == 0 else route(x, token_ids, experts, config, batch_invariant)
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
         shared = shared_expert(x, experts, batch_invariant)
-    routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
+    routed = routed_experts(choice or route(x, token_ids, experts, config, batch_invariant), experts, config)
     here.wait_stream(beside)
     return moe_total(routed, shared, token_ids, x.shape[1], early=bool(TRY["sum"]))  # it follows two kernels
 
@@ -914,7 +909,7 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     device, early = choice.inputs.device, choice.inputs.is_cuda
     tile = experts.w2.tile
     arrivals = 0 if tile is None or tile <= up.block_rows // 2 else inner // tile
-    if choices <= PLANLESS_CHOICES and up.warps == 1:
+    if choices <= PLANLESS_CHOICES:
         blocks, plan, order, counters = choices, choice.experts, None, experts.arrivals
     else:
         blocks = num_blocks(choices, count, up.block_tokens)
@@ -933,12 +928,12 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     moe_up[(up_rows // up.block_rows, blocks)](
         choice.inputs, experts.w13.words, experts.w13.scale, plan, order, choice.weights, hidden, counters, blocks, experts.limit, first,
         E=count, K=columns, I=inner, CHOICES=k, TOKENS=up.block_tokens, ROWS=up.block_rows, CHUNKS=up.chunks, WARPS=up.warps,
-        FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early, TRIGGER=TRY["up_trigger"], BRING=TRY["bring"], num_warps=up.warps, num_stages=1,
+        FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early, TRIGGER=TRY["up_trigger"], AHEAD=TRY["ahead"], num_warps=up.warps, num_stages=1,
         launch_pdl=early,
     )  # fmt: skip
     moe_down[(rows // down.block_rows, blocks)](
         hidden, experts.w2.words, experts.w2.scale, plan, order, outputs, blocks, first, E=count, K=inner, N=rows, TOKENS=down.block_tokens,
-        ROWS=down.block_rows, CHUNKS=down.chunks, WARPS=down.warps, FORMAT=experts.w2.format, EARLY=early, BRING=TRY["bring"], num_warps=down.warps,
+        ROWS=down.block_rows, CHUNKS=down.chunks, WARPS=down.warps, FORMAT=experts.w2.format, EARLY=early, AHEAD=TRY["ahead"], num_warps=down.warps,
         num_stages=1, launch_pdl=early,
     )  # fmt: skip
     return Routed(outputs, choice.experts, first, count)
@@ -1068,7 +1063,7 @@ def _product_cases(
         "EARLY": True,
     } | ({"s": None} if format == "plain" else {})  # fmt: skip
     quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
-    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1, "TRIGGER": 0, "BRING": 3}
+    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1, "TRIGGER": 0, "AHEAD": AHEAD}
     text = f"{name} {config.block_tokens}x{config.block_rows} warps {config.warps}"
     planless = config.block_rows == 16
     weights = {"w": "*i32", "plan": "*i32", "blocks": "i32", "first_expert": "i32"} | ({} if format == "plain" else {"s": "*i32"})
@@ -1081,7 +1076,7 @@ def _product_cases(
             aligned=tuple(n for n, kind in signature.items() if kind[0] == "*"), archs=archs,
             spill_reason="8 bytes in front of the loop, on 100 only" if format == "plain" else None,
         )
-        for kernel, signature, sizes_of in ((moe_up, hidden, up), (moe_down, output, {"K": inner, "N": dim, "BRING": 3}))
+        for kernel, signature, sizes_of in ((moe_up, hidden, up), (moe_down, output, {"K": inner, "N": dim, "AHEAD": AHEAD}))
     ]  # fmt: skip
 
 
