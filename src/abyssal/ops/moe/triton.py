@@ -1063,7 +1063,7 @@ def _product_cases(
         "EARLY": True,
     } | ({"s": None} if format == "plain" else {})  # fmt: skip
     quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
-    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1, "TRIGGER": 0, "AHEAD": AHEAD}
+    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1, "TRIGGER": 0, "AHEAD": 1}
     text = f"{name} {config.block_tokens}x{config.block_rows} warps {config.warps}"
     planless = config.block_rows == 16
     weights = {"w": "*i32", "plan": "*i32", "blocks": "i32", "first_expert": "i32"} | ({} if format == "plain" else {"s": "*i32"})
@@ -1076,7 +1076,7 @@ def _product_cases(
             aligned=tuple(n for n, kind in signature.items() if kind[0] == "*"), archs=archs,
             spill_reason="8 bytes in front of the loop, on 100 only" if format == "plain" else None,
         )
-        for kernel, signature, sizes_of in ((moe_up, hidden, up), (moe_down, output, {"K": inner, "N": dim, "AHEAD": AHEAD}))
+        for kernel, signature, sizes_of in ((moe_up, hidden, up), (moe_down, output, {"K": inner, "N": dim, "AHEAD": 1}))
     ]  # fmt: skip
 
 
