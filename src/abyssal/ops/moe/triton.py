@@ -42,9 +42,6 @@ from abyssal.ops._records import (
     to_fp32,
 )
 from abyssal.ops.linear import LinearWeight, dequantize
-import os
-
-AHEAD = int(os.environ.get("AH", 1))
 from abyssal.ops.linear.triton import TRY, PreparedLinear, linear, prepare_linear
 from abyssal.ops.moe import ExpertLayer
 
