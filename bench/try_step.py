@@ -158,4 +158,5 @@ def main():
                         back()
 
 
-main()
+if __name__ == "__main__":
+    main()
