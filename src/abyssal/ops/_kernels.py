@@ -50,7 +50,7 @@ from abyssal.ops.sparse_attention.arguments import KeyList, Records, check_layou
 log = logging.getLogger("abyssal")
 
 MAX_HEADS = 128
-BESIDE_TOKENS = 64  # of a step whose kernels leave room for others beside them
+BESIDE_TOKENS = 16  # of a step whose kernels leave room for others beside them; from 32 on one stream is as fast, or faster
 KEYS_PER_PAGE = (KEYS_PER_TILE, 2 * KEYS_PER_TILE)
 
 

@@ -35,7 +35,6 @@ TILED_TOKENS = 256
 MOST_GROUPS = 3  # of a launch
 PROGRAMS = 128  # that keep the card busy
 
-TRY = {"few_trigger": 0, "up_trigger": 0, "lines": 0, "deep": 0, "ahead": 1, "fork": 1, "sum": 0, "apart": 0}
 Route = Literal["few", "tiled", "library"]
 
 
@@ -240,9 +239,6 @@ def few_config(tokens: int, groups: Sequence[tuple[int, int, int]], input_bytes:
     rows = tuple(rows_per_program(n) for n, _, _ in groups)
     stage = max(STEP * (r * size + per_program * input_bytes) for r, (_, size, _) in zip(rows, groups, strict=True))
     steps = max(-(-k // STEP) for _, _, k in groups)
-    programs = sum(-(-n // r) for r, (n, _, _) in zip(rows, groups, strict=True))
-    if TRY["deep"] and programs <= PROGRAMS:
-        return FewConfig(per_program, rows, 1 + max(1, min(8, steps, 2 * SHARED_BYTES // stage)))
     return FewConfig(per_program, rows, 1 + max(1, min(6, steps, SHARED_BYTES // stage)))
 
 
@@ -283,7 +279,7 @@ def _product(
     x, x_stride, x_scales, x_scale_stride, data, scale, out, tile, t0, T, N, K, group_rows,
     BN: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-    ALIGNED: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
+    ALIGNED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rows BN of one weight for BT tokens.
 
@@ -308,13 +304,6 @@ def _product(
     x += group * K
     acc = tl.zeros((WARPS if FP8 else B, BN, BT), tl.float32)
     if EARLY:
-        if LINES > 0 and EVEN and (BK == COLUMNS or not FP8):
-            BYTES: tl.constexpr = COLUMNS if FP8 else 2 * COLUMNS
-            line = tl.arange(0, LINES * WARPS * (BYTES // 128))[None, :]
-            asked = data + n[:, None] * (K * PARTS) + line * (128 if FP8 else 64)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [asked.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-            )
         gdc_wait()
     if TILE is not None:
         x_tile = group * tl.cdiv(K, TILE)
@@ -369,7 +358,7 @@ def few_tokens_kernel(
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr, PARTS2: tl.constexpr,
     EVEN: tl.constexpr, ALIGNED: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
-    COLUMNS: tl.constexpr, TRIGGER: tl.constexpr, LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Up to three groups of weights of one input; only the first may have scales, or a quantised input, `input0`.
 
@@ -377,26 +366,24 @@ def few_tokens_kernel(
     """
     t0 = tl.program_id(0) % token_tiles * BT
     tile = tl.program_id(0) // token_tiles
-    if EARLY and TRIGGER:
-        gdc_launch_dependents()
     if tile < tiles0:
         _product(
             input0, input0_stride, scales0, scales0_stride, data0, scale0, out0, tile, t0, T, N0, K, group_rows,
-            BN0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN, ALIGNED, EARLY, LINES,
+            BN0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN, ALIGNED, EARLY,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
                 x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K, N1,
-                BN1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN, False, EARLY, LINES,
+                BN1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN, False, EARLY,
             )  # fmt: skip
         elif data2 is not None:
             _product(
                 x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K, N2,
-                BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False, EARLY, LINES,
+                BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False, EARLY,
             )  # fmt: skip
-    if EARLY and not TRIGGER:
-        gdc_launch_dependents()  # not before: what follows brings its weights, too
+    if EARLY:
+        gdc_launch_dependents()  # not before, or what follows would take the place of programs that have not begun
 
 
 def few_tokens(
@@ -439,7 +426,7 @@ def few_tokens(
         ROW_BLOCK=first.block and first.block[0], COLUMN_BLOCK=first.block and first.block[1],
         PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0,
         ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1,
-        EARLY=plain.is_cuda, WARPS=WARPS, COLUMNS=COLUMNS, TRIGGER=TRY["few_trigger"], LINES=TRY["lines"] if token_tiles == 1 else 0, num_warps=WARPS, num_stages=config.num_stages, launch_pdl=plain.is_cuda,
+        EARLY=plain.is_cuda, WARPS=WARPS, COLUMNS=COLUMNS, num_warps=WARPS, num_stages=config.num_stages, launch_pdl=plain.is_cuda,
     )  # fmt: skip
     return outs
 
@@ -738,7 +725,7 @@ def _few_case(
     constants: dict[str, object] = {
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "TILE": block, "ROW_BLOCK": block,
         "COLUMN_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % STEP == 0, "ALIGNED": aligned_groups,
-        "EARLY": True, "LINES": 0, "WARPS": WARPS, "COLUMNS": COLUMNS, "TRIGGER": 0,
+        "EARLY": True, "WARPS": WARPS, "COLUMNS": COLUMNS,
     }  # fmt: skip
     absent = ["scales0"] if block is None else []
     absent += ["scale0"] if block is None else []

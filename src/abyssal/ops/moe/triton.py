@@ -42,7 +42,7 @@ from abyssal.ops._records import (
     to_fp32,
 )
 from abyssal.ops.linear import LinearWeight, dequantize
-from abyssal.ops.linear.triton import TRY, PreparedLinear, linear, prepare_linear
+from abyssal.ops.linear.triton import PreparedLinear, linear, prepare_linear
 from abyssal.ops.moe import ExpertLayer
 
 CHUNK = tl.constexpr(128)  # values along K per step: one word of four scales per row
@@ -457,26 +457,21 @@ def _zeros(TILES, TOKENS):
 
 
 @triton.jit
-def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS, WAIT, AHEAD):
+def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS, WAIT):
     """Products of the input's rows with TILES times 16 rows of weights, those of tile t are `row` + t `gap` of the matrix at w.
 
-    Returns a tuple of fp32 [16, TOKENS]. The loads of AHEAD steps run ahead; with WAIT the first do not wait for the input.
+    Returns a tuple of fp32 [16, TOKENS]. The loads of the next step run ahead; with WAIT the first do not wait for the input.
     """
     STEPS: tl.constexpr = K // 128 // CHUNKS
-    COUNT: tl.constexpr = CHUNKS * TILES * (1 if FORMAT == "fp4" else 2 if FORMAT == "fp8" else 4)
-    SCALES: tl.constexpr = 0 if FORMAT == "plain" else CHUNKS * TILES
     sums = _zeros(TILES, TOKENS)
-    data, scales = (), ()
-    for step in tl.static_range(AHEAD):
-        more, more_scales = _load_weights(w, s, row, gap, min(step, STEPS - 1) * CHUNKS, K, TILES, CHUNKS, FORMAT)
-        data, scales = data + more, scales + more_scales
+    data, scales = _load_weights(w, s, row, gap, 0, K, TILES, CHUNKS, FORMAT)
     if WAIT:
         gdc_wait()
     for step in range(STEPS):
-        ahead = tl.minimum(step + AHEAD, STEPS - 1) * CHUNKS
-        more, more_scales = _load_weights(w, s, row, gap, ahead, K, TILES, CHUNKS, FORMAT)
+        ahead = tl.minimum(step + 1, STEPS - 1) * CHUNKS
+        later, later_scales = _load_weights(w, s, row, gap, ahead, K, TILES, CHUNKS, FORMAT)
         sums = _multiply(sums, data, scales, x + step * (CHUNKS * 128), live, TILES, CHUNKS, FORMAT, TOKENS)
-        data, scales = data[COUNT:] + more, scales[SCALES:] + more_scales
+        data, scales = later, later_scales
     return sums
 
 
@@ -493,23 +488,27 @@ def _product(
     column = tl.arange(0, 32 if FORMAT == "plain" else 64)[None, :]
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     for step in tl.range(K // 128, num_stages=STAGES):
+        sums = tl.zeros((ROWS, TOKENS), tl.float32)
         if FORMAT == "fp4":
             first = tl.trans(tl.load(x + step * 128 + column, mask=live, other=0.0))
             second = tl.trans(tl.load(x + step * 128 + 64 + column, mask=live, other=0.0))
             v = _unpack_fp4(tl.load(w + step * 16 + word), _scales(tl.load(s + step), 0, ROWS, FORMAT))
-            acc = tl.dot(_tile(v[0], v[1], v[2], v[3], ROWS, WARPS), first, acc)
-            acc = tl.dot(_tile(v[4], v[5], v[6], v[7], ROWS, WARPS), second, acc)
+            sums = tl.dot(_tile(v[0], v[1], v[2], v[3], ROWS, WARPS), first, sums)
+            sums = tl.dot(_tile(v[4], v[5], v[6], v[7], ROWS, WARPS), second, sums)
         elif FORMAT == "fp8":
             scale = tl.load(s + step)
             for part in tl.static_range(2):
                 here = tl.trans(tl.load(x + step * 128 + part * 64 + column, mask=live, other=0.0))
                 v = _unpack_fp8(tl.load(w + step * 32 + part * 16 + word), _scales(scale, part, ROWS, FORMAT))
-                acc = tl.dot(_tile(v[0], v[1], v[2], v[3], ROWS, WARPS), here, acc)
+                sums = tl.dot(_tile(v[0], v[1], v[2], v[3], ROWS, WARPS), here, sums)
         else:
             for part in tl.static_range(4):
                 here = tl.trans(tl.load(x + step * 128 + part * 32 + column, mask=live, other=0.0))
                 a, b = _unpack_plain(tl.load(w + step * 64 + part * 16 + word))
-                acc = tl.dot(_plain_tile(a, b, ROWS, WARPS), here, acc)
+                sums = tl.dot(_plain_tile(a, b, ROWS, WARPS), here, sums)
+        # Apart from the products: Triton lets a product whose sums only the next one takes run on while its operand's registers are
+        # written anew.
+        acc += sums
     return acc
 
 
@@ -675,7 +674,7 @@ def moe_up(
     inputs, w, s, plan, order, weights, hidden, arrivals, blocks, limit, first_expert,
     E: tl.constexpr, K: tl.constexpr, I: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     WARPS: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr,
-    EARLY: tl.constexpr, TRIGGER: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """hidden bf16 [places, I] = silu(w1 x) (w3 x) weight, on the grid and in the order of the second product's input.
 
@@ -684,7 +683,7 @@ def moe_up(
     """
     if EARLY:
         gdc_wait()
-        if order is not None or TRIGGER:
+        if order is not None:
             gdc_launch_dependents()
     block = tl.program_id(1)
     expert, start, end = _block(plan, order, blocks, first_expert, E)
@@ -705,7 +704,7 @@ def moe_up(
     if WARPS == 1:
         row = tl.arange(0, 16)
         row = first + row % 8 + row // 8 * I
-        sums = _products(w, s, row, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, False, AHEAD)
+        sums = _products(w, s, row, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, False)
         for tile in tl.static_range(ROWS // 16):
             value = _hidden(sums[tile] * BIAS, weight, limit, 8, TOKENS)
             column = first + tile * 8 + tl.arange(0, 8)[:, None]
@@ -718,8 +717,8 @@ def moe_up(
         value = _hidden(acc * BIAS, weight, limit, ROWS // 2, TOKENS)
         column = first + tl.arange(0, ROWS // 2)[:, None]
         tl.store(to_hidden + place(column, OUT, WARPS > 1), value, mask=kept[None, :])
-    if EARLY and order is None and not TRIGGER:
-        gdc_launch_dependents()  # not before: `moe_down` brings its weights, too
+    if EARLY and order is None:
+        gdc_launch_dependents()  # not before: the first loads of `moe_down` would hold these up
     if quant is not None:
         SPAN: tl.constexpr = max(TILE, ROWS // 2)
         tl.debug_barrier()
@@ -740,7 +739,7 @@ def moe_up(
 def moe_down(
     hidden, w, s, plan, order, outputs, blocks, first_expert,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
-    FORMAT: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    FORMAT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """outputs bf16 [choices, N] = w2 hidden. What `moe_plan` wrote is there since `moe_up` began; only `hidden` has to be waited for."""
     if EARLY:
@@ -763,7 +762,7 @@ def moe_down(
     to_output = outputs + choice.to(tl.int64)[None, :] * N + first
     if WARPS == 1:
         row = first + tl.arange(0, 16)
-        sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, EARLY, AHEAD)
+        sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, EARLY)
         for tile in tl.static_range(ROWS // 16):
             value = to_bf16(sums[tile] * BIAS)
             tl.store(to_output + tile * 16 + tl.arange(0, 16)[:, None], value, mask=kept[None, :])
@@ -840,13 +839,13 @@ def moe(
         routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
         return moe_total(routed, shared, token_ids, x.shape[1], early=x.is_cuda)
     here = torch.cuda.current_stream(x.device)
-    choice = None if TRY["fork"] == 0 else route(x, token_ids, experts, config, batch_invariant)
+    choice = route(x, token_ids, experts, config, batch_invariant)  # a short chain, which nothing may hold up
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
         shared = shared_expert(x, experts, batch_invariant)
-    routed = routed_experts(choice or route(x, token_ids, experts, config, batch_invariant), experts, config)
+    routed = routed_experts(choice, experts, config)
     here.wait_stream(beside)
-    return moe_total(routed, shared, token_ids, x.shape[1], early=bool(TRY["sum"]))  # it follows two kernels
+    return moe_total(routed, shared, token_ids, x.shape[1], early=False)  # it follows two kernels
 
 
 def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
@@ -925,12 +924,12 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     moe_up[(up_rows // up.block_rows, blocks)](
         choice.inputs, experts.w13.words, experts.w13.scale, plan, order, choice.weights, hidden, counters, blocks, experts.limit, first,
         E=count, K=columns, I=inner, CHOICES=k, TOKENS=up.block_tokens, ROWS=up.block_rows, CHUNKS=up.chunks, WARPS=up.warps,
-        FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early, TRIGGER=TRY["up_trigger"], AHEAD=TRY["ahead"], num_warps=up.warps, num_stages=1,
+        FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early, num_warps=up.warps, num_stages=1,
         launch_pdl=early,
     )  # fmt: skip
     moe_down[(rows // down.block_rows, blocks)](
         hidden, experts.w2.words, experts.w2.scale, plan, order, outputs, blocks, first, E=count, K=inner, N=rows, TOKENS=down.block_tokens,
-        ROWS=down.block_rows, CHUNKS=down.chunks, WARPS=down.warps, FORMAT=experts.w2.format, EARLY=early, AHEAD=TRY["ahead"], num_warps=down.warps,
+        ROWS=down.block_rows, CHUNKS=down.chunks, WARPS=down.warps, FORMAT=experts.w2.format, EARLY=early, num_warps=down.warps,
         num_stages=1, launch_pdl=early,
     )  # fmt: skip
     return Routed(outputs, choice.experts, first, count)
@@ -1060,7 +1059,7 @@ def _product_cases(
         "EARLY": True,
     } | ({"s": None} if format == "plain" else {})  # fmt: skip
     quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
-    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1, "TRIGGER": 0, "AHEAD": 1}
+    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1}
     text = f"{name} {config.block_tokens}x{config.block_rows} warps {config.warps}"
     planless = config.block_rows == 16
     weights = {"w": "*i32", "plan": "*i32", "blocks": "i32", "first_expert": "i32"} | ({} if format == "plain" else {"s": "*i32"})
@@ -1073,7 +1072,7 @@ def _product_cases(
             aligned=tuple(n for n, kind in signature.items() if kind[0] == "*"), archs=archs,
             spill_reason="8 bytes in front of the loop, on 100 only" if format == "plain" else None,
         )
-        for kernel, signature, sizes_of in ((moe_up, hidden, up), (moe_down, output, {"K": inner, "N": dim, "AHEAD": 1}))
+        for kernel, signature, sizes_of in ((moe_up, hidden, up), (moe_down, output, {"K": inner, "N": dim}))
     ]  # fmt: skip
 
 
