@@ -49,8 +49,9 @@ class Case:
     def tokens(self) -> int:
         return self.requests * (self.new or self.prompt)
 
-    def prompts(self, vocab_size: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(self.prompt + self.requests)
+    def prompts(self, vocab_size: int, repeat: int) -> list[list[int]]:
+        """Those of one repeat: no two share a block, so that nothing is taken from the prefix index."""
+        generator = torch.Generator().manual_seed(1000 * (self.prompt + self.requests) + repeat)
         return torch.randint(FIRST_TOKEN, vocab_size, (self.requests, self.prompt), generator=generator).tolist()
 
 
@@ -107,7 +108,7 @@ def measure(cases: list[Case], repeats: int, folder: Path) -> list[dict[str, Any
     contenders = {"abyssal": AbyssalEngine(folder), "transformers": TransformersModel(folder)}
     vocab_size = contenders["abyssal"].llm.engine.info.vocab_size
     warm = Case("warm-up", DECODE_PROMPT, 2, 2)
-    ids = warm.prompts(vocab_size)
+    ids = warm.prompts(vocab_size, 0)
     error = (contenders["abyssal"].logits(ids[0]) - contenders["transformers"].logits(ids[0])).abs().max().item()
     if error > TOLERANCE:
         raise SystemExit(f"nothing is measured: logits differ by {error:.2e}, more than {TOLERANCE}")
@@ -115,9 +116,9 @@ def measure(cases: list[Case], repeats: int, folder: Path) -> list[dict[str, Any
         contender.seconds(warm, ids)
     results = []
     for case in cases:
-        prompts = case.prompts(vocab_size)
         rates: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(repeats):
+        for repeat in range(repeats):
+            prompts = case.prompts(vocab_size, repeat)
             for name, contender in contenders.items():
                 rates[name].append(case.tokens / contender.seconds(case, prompts))
         print(case.name, {name: [round(rate, 1) for rate in values] for name, values in rates.items()}, flush=True)

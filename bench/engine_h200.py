@@ -1,12 +1,13 @@
 """The whole engine on one GPU: decode and prefill of slices of V4-Flash and V4.1-Flash, beside the roof.
 
     python -m bench.engine_h200 [--quick] [--models v4-flash v4.1-flash] [--layers N] [--set NAME=VALUE ...]
-        [--variants NAME=VALUE mhc=separate ...] [--json FILE]
+        [--variants NAME=VALUE mhc=separate streams=one ...] [--json FILE]
 
 A slice has the released sizes and random weights in the released formats, made on the GPU (`bench/slices.py`). A decode row resumes
 sequences whose caches hold random records; its roof is what the step's weights and records take at the copy bandwidth measured here. A
 prefill of many chunks is sampled at several positions, behind random records, and interpolated. A variant is an engine option, or
-`mhc=separate`: hyper-connections in three launches (expand, project, finish) instead of one. `--quick` takes two to three minutes.
+`mhc=separate`: hyper-connections in three launches (expand, project, finish) instead of one; or `streams=one`: nothing runs beside
+anything else. `--quick` takes two to three minutes.
 """
 
 from __future__ import annotations
@@ -37,13 +38,12 @@ LONG = 1 << 20
 BATCHES, CONTEXTS, PREFILLS, STEPS = [1, 8, 32, 64, 128], [8192, 65536], [8192, 65536, LONG], 32
 QUICK_BATCHES, QUICK_CONTEXTS, QUICK_PREFILLS, QUICK_STEPS = [1, 64], [8192], [8192, LONG], 16
 VARIANT_BATCHES, VARIANT_CONTEXT = [1, 32, 64], 8192
-MHC = "mhc=separate"
 
 
 def default_variants() -> list[str]:
-    """Every switch of the engine's speed turned off, one at a time, and the separate hyper-connection launches."""
+    """Every switch of the engine's speed turned off, one at a time, and what has no switch."""
     switches = [f.name for f in fields(EngineConfig) if f.name.startswith("enable_") and f.name != "enable_prefix_caching"]
-    return [f"{name}=false" for name in switches] + [MHC]
+    return [f"{name}=false" for name in switches] + list(UNSWITCHED)
 
 
 @contextmanager
@@ -64,6 +64,24 @@ def separate_launches() -> Iterator[None]:
 
     with mock.patch.object(hc, "launch_config", two), mock.patch.object(KernelOps, "site", separate):
         yield
+
+
+@contextmanager
+def one_stream() -> Iterator[None]:
+    """Engines built inside run all ops of a step one after another."""
+    from abyssal.ops._kernels import KernelOps
+
+    init = KernelOps.__init__
+
+    def alone(self: KernelOps, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._beside = None
+
+    with mock.patch.object(KernelOps, "__init__", alone):
+        yield
+
+
+UNSWITCHED = {"mhc=separate": separate_launches, "streams=one": one_stream}  # variants that are no options
 
 
 def build(folder: Path, options: dict[str, str], batch: int) -> Engine:
@@ -127,7 +145,7 @@ def _line(row: Row) -> str:
     sampled = "" if row.sampled is None else f" ({row.sampled} chunks)"
     return (
         f"prefill {row.tokens} by {row.chunk}{sampled}: {row.seconds:.2f} s (first {row.first_seconds:.1f}), {row.tokens_per_second:.0f} "
-        f"tok/s, peak {(row.peak_bytes or 0) / 2**30:.1f} GiB; {shares}"
+        f"tok/s, peak {(row.peak_bytes or 0) / 2**30:.1f} GiB, GPU busy {row.busy_ms:.1f} of {row.profiled_ms:.1f} ms of a chunk; {shares}"
     )
 
 
@@ -149,8 +167,8 @@ def measure(report: Report, folder: Path, model: str, variant: str, args: argpar
     """All rows of one engine. Nothing of it is left behind."""
     options = dict(pair.split("=", 1) for pair in args.set)
     try:
-        with separate_launches() if variant == MHC else nullcontext():
-            if variant not in ("base", MHC):
+        with UNSWITCHED.get(variant, nullcontext)():
+            if variant != "base" and variant not in UNSWITCHED:
                 options |= dict([variant.split("=", 1)])
             engine = build(folder, options, max(args.batches))
             for row in (base_rows if variant == "base" else variant_rows)(engine, args, ceilings):

@@ -20,12 +20,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from abyssal.cli.console import log_to_stderr
 from abyssal.config import EngineConfig
 from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest, SamplingParams
@@ -35,7 +37,7 @@ from abyssal.parallel.comm import ALONE, Comm
 from abyssal.parallel.mesh import Mesh
 
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 700, 64
-ROWS, CHUNK = 64, 50  # logits compared of each prompt; tokens of the smaller chunks
+ROWS, CHUNK = 64, 100  # logits compared of each prompt; tokens of the smaller chunks
 LAYOUTS = {"float32": "fp32", "bfloat16": "v4"}  # of records, by dtype of the logits compared
 WARM_UP, STEPS, PROFILED = 5, 32, 3
 PATIENCE = 300.0  # seconds for a job
@@ -54,24 +56,36 @@ def on_ranks(job: Job, mesh: Mesh, device: str, *arguments: Any) -> list[Any]:
             place = (mesh.dp, mesh.tp, mesh.ep, rank)
             process = context.Process(target=_rank, args=(theirs, place, device, folder, job, arguments), daemon=True)
             process.start()
+            theirs.close()
             pipes.append(ours)
             processes.append(process)
         try:
-            return [_answer(pipe) for pipe in pipes]
+            return _answers(pipes)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _answer(pipe: Any) -> Any:
-    if not pipe.poll(PATIENCE):
-        raise TimeoutError(f"a rank did not answer in {PATIENCE:.0f} s")
-    return pipe.recv()
+def _answers(pipes: list[Connection]) -> list[Any]:
+    """One of each rank; the first that dies ends the others."""
+    answers: dict[Connection, Any] = {}
+    while waiting := [pipe for pipe in pipes if pipe not in answers]:
+        ready = wait(waiting, PATIENCE)
+        if not ready:
+            raise TimeoutError(f"a rank did not answer in {PATIENCE:.0f} s")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            answers[pipe] = pipe.recv()
+    return [answers[pipe] for pipe in pipes]
 
 
-def _rank(pipe: Any, place: tuple[int, int, int, int], device: str, folder: str, job: Job, arguments: tuple[Any, ...]) -> None:
+def _rank(
+    pipe: Connection, place: tuple[int, int, int, int], device: str, folder: str, job: Job, arguments: tuple[Any, ...]
+) -> None:
     mesh = Mesh(*place)
+    if mesh.rank == 0:
+        log_to_stderr()
     if device == "cuda":
         torch.cuda.set_device(mesh.rank)
     comm: Comm = ALONE
@@ -93,7 +107,8 @@ def engine_config(comm: Comm, device: str, **options: Any) -> EngineConfig:
 
 def equality_job(comm: Comm, device: str, prompts: list[list[int]]) -> tuple[dict[int, list[int]], dict[str, Logits], int]:
     """Of the prompts of this rank's replica: greedy tokens in batch-invariant mode, if one rank computes a replica; logits of the last
-    rows by dtype, each prompt a chunk or in smaller ones; and how many of these come out with the same bits again in bfloat16."""
+    rows by dtype, each prompt a chunk or, in bfloat16 and on one rank, in smaller ones; and how many of these come out with the same bits
+    again in bfloat16."""
     mine = range(comm.mesh.dp_rank, len(prompts), comm.mesh.dp)
     options: dict[str, Any] = {"kv_cache_bytes": 1 << 30, "max_model_len": 4096}
     tokens: dict[int, list[int]] = {}
@@ -108,9 +123,11 @@ def equality_job(comm: Comm, device: str, prompts: list[list[int]]) -> tuple[dic
     logits: dict[str, Logits] = {}
     for dtype, layout in LAYOUTS.items():
         engine = Engine(engine_config(comm, device, dtype=dtype, kv_layout=layout, **options), comm=comm)
-        logits[dtype], logits[f"{dtype} in chunks"], again = (
-            scored(engine, comm, {index: prompts[index] for index in mine}, most) for most in (PROMPT_TOKENS, CHUNK, CHUNK)
-        )
+        own = {index: prompts[index] for index in mine}
+        logits[dtype] = scored(engine, comm, own, PROMPT_TOKENS)
+        if dtype == "bfloat16" or comm.mesh.size == 1:  # float32 is computed by the reference, whose chunks take long
+            logits[f"{dtype} in chunks"] = scored(engine, comm, own, CHUNK)
+    again = scored(engine, comm, own, CHUNK)
     return tokens, logits, sum(np.array_equal(again[index], logits["bfloat16 in chunks"][index]) for index in mine)
 
 
@@ -130,7 +147,7 @@ def steps_together(engine: Engine, comm: Comm) -> list[Any]:
     while True:
         if engine.has_unfinished():
             updates += engine.step()
-        elif comm.idle(engine.runner.model.idle):
+        elif comm.idle(engine.runner.idle):
             return updates
 
 
@@ -139,19 +156,11 @@ def compare(gpus: list[int], device: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 4000, (PROMPT_TOKENS - 40 * i,), generator=generator).tolist() for i in range(PROMPTS)]
     ((tokens, one, repeated),) = on_ranks(equality_job, Mesh(), device, prompts)
-    found: dict[str, dict[str, Any]] = {
-        "one rank": differences(one, one) | {"repeated": repeated},
-        "one rank in chunks": differences(one, {dtype: one[f"{dtype} in chunks"] for dtype in LAYOUTS}),
-    }
-    for mesh in [Mesh(n, 1, n) for n in gpus] + [Mesh(1, 2, 2)] + ([Mesh(2, 2, 4)] if max(gpus) >= 4 else []):
-        answers = on_ranks(equality_job, mesh, device, prompts)
-        name = f"dp={mesh.dp} tp={mesh.tp} ep={mesh.ep}"
-        logits = {dtype: {i: x for _, each, _ in answers for i, x in each[dtype].items()} for dtype in LAYOUTS}
-        found[name] = differences(one, logits)
-        found[name]["repeated"] = sum(count for _, _, count in answers[:: mesh.tp])
-        if mesh.tp == 1:
-            found[name]["equal"] = sum(tokens[i] == got for each, _, _ in answers for i, got in each.items())
-    for name, row in found.items():
+    found: dict[str, dict[str, Any]] = {}
+
+    def add(name: str, logits: dict[str, Logits], **counts: int) -> None:
+        found[name] = differences(one, logits) | counts
+        row = found[name]
         repeats = f"; same bits again {row['repeated']} of {PROMPTS}" if "repeated" in row else ""
         equal = f"; batch-invariant tokens equal {row['equal']} of {PROMPTS}" if "equal" in row else ""
         print(
@@ -159,6 +168,16 @@ def compare(gpus: list[int], device: str) -> dict[str, Any]:
             f"from its float32 {row['from_float32']:.5f}{repeats}{equal}",
             flush=True,
         )
+
+    add("one rank", one, repeated=repeated)
+    add("one rank in chunks", {dtype: one[f"{dtype} in chunks"] for dtype in LAYOUTS})
+    for mesh in [Mesh(n, 1, n) for n in gpus] + [Mesh(1, 2, 2)] + ([Mesh(2, 2, 4)] if max(gpus) >= 4 else []):
+        answers = on_ranks(equality_job, mesh, device, prompts)
+        logits = {dtype: {i: x for _, each, _ in answers for i, x in each[dtype].items()} for dtype in LAYOUTS}
+        counts = {"repeated": sum(count for _, _, count in answers[:: mesh.tp])}
+        if mesh.tp == 1:
+            counts["equal"] = sum(tokens[i] == got for each, _, _ in answers for i, got in each.items())
+        add(f"dp={mesh.dp} tp={mesh.tp} ep={mesh.ep}", logits, **counts)
     return found
 
 
@@ -190,7 +209,8 @@ def slice_job(comm: Comm, device: str, folder: str, sequences: int, context: int
 
     config = engine_config(comm, device, model=folder, max_num_seqs=sequences, gpu_memory_utilization=0.95)
     engine = Engine(config, random_weights, comm)
-    names = add_running(engine, sequences, min(context, engine.info.max_model_len - 200))
+    # The length seeds tokens and records, or all replicas would choose the same experts.
+    names = add_running(engine, sequences, min(context, engine.info.max_model_len - 200) - comm.mesh.dp_rank)
     for _ in range(WARM_UP):
         engine.step()
     ends = [synchronised(engine.runner.device)]

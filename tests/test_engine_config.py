@@ -308,6 +308,15 @@ WIDE = {"head_dim": 512, "index_head_dim": 128}
 
 
 @pytest.mark.parametrize(
+    ("ranks", "graphs"),
+    [({}, True), ({"dp": 2}, True), ({"dp": 2, "ep": 2}, True), ({"tp": 2}, False), ({"dp": 2, "tp": 2, "ep": 4}, False)],
+)
+def test_graphs_are_for_replicas_of_one_rank_unless_told_otherwise(ranks: dict[str, int], graphs: bool) -> None:
+    assert resolve(EngineConfig(**ranks), V4, True, H200).enable_cuda_graphs is graphs
+    assert resolve(EngineConfig(**ranks, enable_cuda_graphs=True), V4, True, H200).enable_cuda_graphs is True
+
+
+@pytest.mark.parametrize(
     ("gpu", "options", "widths", "backend"),
     [
         (H200, {}, WIDE, "hopper"),

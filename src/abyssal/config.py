@@ -176,12 +176,15 @@ class EngineConfig:
         in_bytes=True,
     )
     engram_cache_bytes: int = option(
-        256 << 20, "memory for rows of V4.1's n-gram tables, which stay on disk; all tables together", low=0, in_bytes=True
+        256 << 20,
+        "host memory for rows of V4.1's n-gram tables, all tables together: tables that fit (190GiB) are read whole, others by row",
+        low=0,
+        in_bytes=True,
     )
     max_model_len: int | None = option(None, "most tokens of a sequence; default: what model and cache allow", low=1)
     enable_prefix_caching: bool = option(True, "reuse the cache of common prompt prefixes")
     enable_cuda_graphs: bool | None = option(
-        None, "replay decode steps as CUDA graphs, a graph per shape; default: where the ops are kernels and there is one rank"
+        None, "replay decode steps as CUDA graphs, a graph per shape; default: where the ops are kernels and tp is 1"
     )
     batch_invariant: bool = option(
         False,
@@ -322,16 +325,10 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
             f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings={model_config.max_position}; "
             "lower it or leave it out"
         )
-    alone = config.dp * config.tp == 1
     remedy = "choose another backend or leave the option out" if device == "cuda" else "leave it out, or run on a CUDA device"
-    graphs = backend != "reference" and alone if config.enable_cuda_graphs is None else config.enable_cuda_graphs
+    graphs = backend != "reference" and config.tp == 1 if config.enable_cuda_graphs is None else config.enable_cuda_graphs
     if graphs and backend == "reference":
         raise ConfigError(f"enable_cuda_graphs=true needs kernels, but backend is reference on device={device}; {remedy}")
-    if graphs and ep > config.tp:
-        raise ConfigError(
-            f"enable_cuda_graphs=true: replicas that share experts (dp={config.dp}, ep={ep}) compute steps of other sizes than their own; "
-            "leave the option out"
-        )
     if config.batch_invariant and backend == "reference":
         raise ConfigError(
             f"batch_invariant=true needs kernels, but backend is reference on device={device}: the order of PyTorch's sums follows the "

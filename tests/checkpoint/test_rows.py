@@ -56,6 +56,17 @@ def test_rows_are_those_of_the_file(folder: Path, places: int, asked: list[list[
         assert torch.equal(scale, scales[index])
 
 
+def test_a_table_that_fits_is_read_as_a_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several reads, each array at the beginning of a page of memory; one byte less of cache, and rows are read one by one."""
+    monkeypatch.setattr("abyssal.checkpoint.rows.READ_BYTES", 10 * COLUMNS)
+    size = ROWS * (COLUMNS + COLUMNS // 32)
+    rows, values, scales = table(folder, size)
+    assert rows.held is not None and all(part.ctypes.data % 4096 == 0 for part in rows.held)
+    for held, stored in zip(rows.held, (values, scales), strict=True):
+        assert torch.equal(torch.from_numpy(held), stored)
+    assert table(folder, size - 1)[0].held is None
+
+
 def test_any_shape_of_row_numbers(folder: Path) -> None:
     rows, values, scales = table(folder, 10 * ROW_BYTES)
     index = torch.tensor([[5, 5, 96], [0, 96, 5]])
@@ -88,6 +99,8 @@ def test_a_file_that_became_shorter_is_named(folder: Path, tmp_path: Path) -> No
     os.truncate(copy, copy.stat().st_size - 500)
     with pytest.raises(CheckpointError, match=r"model\.safetensors ends inside (values|scales)"):
         rows.gather(torch.arange(ROWS))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors ends inside (values|scales)"):
+        RowTable(files.tensors["values"], files.tensors["scales"], 1 << 20)
 
 
 def sparse_table(path: Path, rows: int, columns: int) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from abyssal.checkpoint.rows import RowTable
 from abyssal.engine import engine as engine_module
 from abyssal.engine import runner
 from abyssal.engine.decoder import Decoder, buckets
-from abyssal.engine.engine import Engine
 from abyssal.engine.flight import Flight
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
 from abyssal.engine.sampler import SamplerState, sample_plain
@@ -28,11 +28,13 @@ from abyssal.kv.batch import Chunk
 from abyssal.kv.pool import NO_PAGE, SequenceCache
 from abyssal.model.moe import MoE
 from abyssal.ops._kernels import KernelOps
+from abyssal.ops._reference import ReferenceOps
+from abyssal.ops.engram import row_values
 from tests.engine import test_engine
 from tests.engine.test_engine import MIB, alone, assert_drained, drain, engine, greedy, prompt
 from tests.model.test_kernels import v4, v41
 from tests.support.families import FAMILIES, write_small
-from tests.support.stepping import Side
+from tests.support.stepping import Side, decoding
 
 LENGTHS = (1, 2, 3, 4, 5, 60, 127, 128, 129, 255, 256, 257, 300, 511)
 POISON = 0xFF  # NaN in every float format of the engine
@@ -41,15 +43,6 @@ POISON = 0xFF  # NaN in every float format of the engine
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small(request.param, tmp_path_factory.mktemp("small"), seed=3)
-
-
-def decoding(eng: Engine) -> Engine:
-    """The engine as it is with CUDA graphs, but without the graphs."""
-    runner = eng.runner
-    runner.decoder = Decoder(
-        runner.model_config, runner.model, runner.cache, runner.ngrams, runner.device, eng.config.max_num_seqs, runner.max_model_len
-    )  # fmt: skip
-    return eng
 
 
 def test_buckets() -> None:
@@ -366,10 +359,10 @@ def test_a_step_that_cannot_be_launched_ends_its_culprit_only(
 
     step, call = Decoder.step, runner.Runner.__call__
 
-    def break_on_b(self: Decoder, caches: list[SequenceCache], positions: list[int], token_ids: Any) -> torch.Tensor:
+    def break_on_b(self: Decoder, caches: list[SequenceCache], positions: list[int], *tokens: Any) -> torch.Tensor:
         if any(cache is doomed and start == 10 + 11 for cache, start in zip(caches, positions, strict=True)):
             raise ValueError("planted")
-        return step(self, caches, positions, token_ids)
+        return step(self, caches, positions, *tokens)
 
     def break_alone_too(self: runner.Runner, chunks: list[Chunk], rows: list[int]) -> torch.Tensor:
         if any(c.cache is doomed and c.end == 10 + 12 for c in chunks):
@@ -424,7 +417,30 @@ def test_a_request_is_handed_over_while_a_step_is_under_way(ahead: Path, flights
         assert_drained(eng)
 
 
-def test_n_gram_tables_keep_a_step_from_being_launched_ahead(tmp_path: Path, flights: list[int]) -> None:
-    eng = decoding(engine(write_small("v41", tmp_path, seed=3)))
+def test_n_gram_tables_on_disk_keep_a_step_from_being_launched_ahead(tmp_path: Path, flights: list[int]) -> None:
+    eng = decoding(engine(write_small("v41", tmp_path, seed=3), engram_cache_bytes=0))
     eng.add(EngineRequest("a", prompt(5, 1), greedy(10)))
     assert len(drain(eng)["a"]) == 10 and not flights
+
+
+def test_n_gram_tables_in_memory_are_read_by_steps_launched_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flights: list[int]
+) -> None:
+    """As by kernels, from rows that the step itself hashes: prompts shorter and longer than the longest n-gram, one aborted."""
+    requests = {f"r{i}": (prompt(n, i), greedy(12 + 5 * i)) for i, n in enumerate((1, 2, 3, 4, 70, 5, 3))}
+    expected = alone(write_small("v41", tmp_path, seed=3), requests)
+    hashed: list[int] = []
+
+    def read(ops: ReferenceOps, rows: Tensor, table: RowTable, dtype: torch.dtype) -> Tensor:
+        hashed.append(len(rows))
+        codes, scales = table.gather(rows)
+        return row_values(codes, scales, dtype).view(len(rows), -1)
+
+    monkeypatch.setattr(ReferenceOps, "prepare_table", lambda ops, table: table)
+    monkeypatch.setattr(ReferenceOps, "table_rows", read)
+    eng = decoding(engine(tmp_path, max_num_seqs=7))
+    for name, (ids, params) in requests.items():
+        eng.add(EngineRequest(name, ids, params))
+    got = drain(eng, lambda step: eng.abort("r4") if step == 9 else None)
+    assert len(got["r4"]) < 12 + 20 and got == expected | {"r4": expected["r4"][: len(got["r4"])]}
+    assert {1, 2, 4, 7} <= set(flights) | set(hashed)

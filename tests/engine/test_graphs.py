@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest
 from abyssal.kv.pool import NO_PAGE
 from tests.engine.test_engine import assert_drained, drain
+from tests.support.slices import slice_engine, small_slice
 from tests.support.stepping import Side
 
 pytestmark = pytest.mark.gpu
@@ -204,6 +206,26 @@ def test_steps_launched_ahead_with_aborts(backend: str, recall: Documents, monke
         got = answers(llm.engine, requests, doomed)
         for name, tokens in got.items():
             assert len(tokens) < 64 if name in doomed.values() else len(tokens) == 64
+
+
+def test_n_gram_tables_are_read_inside_of_a_graph(backend: str, tmp_path: Path) -> None:
+    """From host memory, by steps launched ahead: the tokens of steps for which the host reads them from disk, and of no graphs.
+
+    V4.1, greedy, in batch-invariant mode; prompts shorter and longer than the longest n-gram.
+    """
+    folder = small_slice("v4.1-flash", tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    requests = {
+        f"r{n}": (torch.randint(0, 512, (n,), generator=generator).tolist(), params) for n in (1, 2, 3, 4, 5, 60, 130, 300)
+    }
+    options = {"device": "cuda", "dtype": "bfloat16", "backend": backend, "batch_invariant": True, "max_num_batched_tokens": 512}
+    got = []
+    for changes, needs_tokens in (({}, False), ({"engram_cache_bytes": 0}, True), ({"enable_cuda_graphs": False}, None)):
+        engine = slice_engine("v4.1-flash", folder, **options, **changes)
+        assert (None if engine.runner.decoder is None else engine.runner.decoder.needs_tokens) is needs_tokens
+        got.append(answers(engine, requests, {}))
+    assert got[0] == got[1] == got[2] and len({tuple(tokens) for tokens in got[0].values()}) > 4
 
 
 def test_stops_at_any_time(backend: str, recall: Documents) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from abyssal.engine.request import EngineRequest, SamplingParams
 from abyssal.engine.sampler import SamplerState
-from abyssal.engine.scheduler import Scheduler, TokenBudget
+from abyssal.engine.scheduler import REFUSAL_STEPS, Scheduler, TokenBudget
 from abyssal.engine.sequence import Sequence
 from abyssal.engine.swap import SwapSpace
 from abyssal.errors import ConfigError
@@ -112,3 +112,17 @@ def test_a_reduced_budget_grows_ever_more_slowly_after_failures() -> None:
     for _ in range(9):
         budget.exceeded(1)
     assert budget.tokens == 1
+
+
+def test_a_refused_sequence_is_looked_up_seldom_and_admitted_as_soon_as_another_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = scheduler_of(divide_budget(PLAN, 80 << 20, 64, 512, 8192).num_pages, 512, [6000] * 64)
+    while compute(scheduler):
+        pass
+    lookups, reuse = [], scheduler.cache.reuse
+    monkeypatch.setattr(scheduler.cache, "reuse", lambda seq, ids: lookups.append(seq) or reuse(seq, ids))
+    first, refused = scheduler.running[0], scheduler.waiting[0]
+    for _ in range(5 * REFUSAL_STEPS):
+        scheduler.schedule()
+    assert len(lookups) == 5 and all(seq is refused.cache for seq in lookups)
+    scheduler.remove(first)
+    assert refused in compute(scheduler)

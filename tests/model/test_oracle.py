@@ -13,9 +13,8 @@ from tests.support.small_model import config_dict
 
 pytest.importorskip("transformers", minversion="5.24", reason="transformers knows DeepSeek V4 from 5.24 on")
 from abyssal import LLM
-from tests.engine.test_decoder import decoding
 from tests.support import oracle
-from tests.support.stepping import Side
+from tests.support.stepping import Side, decoding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,13 +1,18 @@
-"""The gate of the n-gram memory against V4.1 spec 3.8, written out per stream in double."""
+"""The gate of the n-gram memory against V4.1 spec 3.8, written out per stream in double; rows of a table by the kernel."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from abyssal.ops.engram import TILE, engram, engram_in_tiles
+from abyssal.errors import ConfigError
+from abyssal.ops.engram import engram, row_values
+from abyssal.ops.engram import triton as kernels
+from tests.support.records import DEVICE
 
 
 def slow(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -37,13 +42,19 @@ def test_against_the_formula() -> None:
         torch.testing.assert_close(engram(streams, -key, value, weight, 1e-20).double(), expected, rtol=0, atol=3e-6)
 
 
-def test_tiles_give_the_same_bits_for_any_number_of_tokens() -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    *rows, weight = (x.to(device) for x in draw(2 * TILE + 3, 5120))
-    together = engram_in_tiles(*rows, weight, 1e-6)
-    torch.testing.assert_close(together, engram(*rows, weight, 1e-6), rtol=1e-5, atol=1e-5)
-    for first, end in ((0, 1), (60, 67), (100, 2 * TILE + 3)):
-        assert torch.equal(engram_in_tiles(*(x[first:end] for x in rows), weight, 1e-6), together[first:end])
+@pytest.mark.parametrize("dim", [96, 5120])
+def test_the_kernel_against_the_formula(dim: int) -> None:
+    """Of bf16 values, rounded once; each token alone has the same bits."""
+    *rows, weight = draw(3, dim)
+    streams, key, value = (x.bfloat16() for x in rows)
+    kv = torch.cat([key.flatten(1), value], dim=1).to(DEVICE)  # as one product gives them
+    arrays = streams.to(DEVICE), kv[:, : 4 * dim].unflatten(1, (4, dim)), kv[:, 4 * dim :], weight.to(DEVICE)
+    got = kernels.engram(*arrays, 1e-20).cpu()
+    expected = slow(streams, key, value, weight, 1e-20)
+    assert ((got.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-6).all()
+    for i in range(3):
+        assert torch.equal(kernels.engram(*(x[i : i + 1] for x in arrays[:3]), arrays[3], 1e-20)[0].cpu(), got[i])
+    assert kernels.engram(*(x[:0] for x in arrays[:3]), arrays[3], 1e-20).shape == (0, 4, dim)
 
 
 def test_small_products_keep_a_floor_and_their_sign() -> None:
@@ -66,3 +77,26 @@ def test_no_tokens_and_dtype() -> None:
     rounded = engram(streams.bfloat16(), key.bfloat16(), value.bfloat16(), weight, 1e-20)
     exact = engram(streams.bfloat16().float(), key.bfloat16().float(), value.bfloat16().float(), weight, 1e-20)
     assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, exact.bfloat16())
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(0, 24), (1, 24), (5, 7), (kernels.FEW_ROWS // 24 + 1, 24)])
+def test_the_kernel_reads_the_rows_of_a_table_in_host_memory(tokens: int, columns: int) -> None:
+    """Any code and any scale but NaN, first and last rows among them, bit for bit."""
+    rng = np.random.default_rng(0)
+    codes, scales = (rng.integers(0, 255, (300, width), np.uint8) for width in (64, 2))
+    codes[codes & 0x7F == 0x7F] = 0x7E
+    rows = torch.from_numpy(rng.integers(0, 300, (tokens, columns)))
+    rows[:1, :2] = torch.tensor([0, 299])
+    got = kernels.table_rows(kernels.share_table(codes, scales, torch.device(DEVICE)), rows.to(DEVICE), torch.bfloat16)
+    index = rows.flatten()
+    expected = row_values(
+        torch.from_numpy(codes)[index].view(torch.float8_e4m3fn), torch.from_numpy(scales)[index], torch.bfloat16
+    )
+    assert got.shape == (tokens, columns * 64) and torch.equal(got.cpu(), expected.view(got.shape))
+
+
+def test_rows_that_the_kernel_does_not_take() -> None:
+    with pytest.raises(
+        ConfigError, match=r"engram_head_dim=96: the kernels take powers of two from 32 on; use backend=reference"
+    ):
+        kernels.share_table(np.zeros((2, 96), np.uint8), np.zeros((2, 3), np.uint8), torch.device(DEVICE))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from abyssal.errors import ConfigError
+from abyssal.kv.batch import Chunk, engram_rows
+from abyssal.kv.pool import SequenceCache
 from abyssal.model_config import parse_model_config
 from abyssal.ops.ngram_hash import NgramHash, bucket_primes, hash_multipliers, ngram_hash, token_map
 from tests.published_configs import v41_flash
@@ -19,6 +21,7 @@ assert FLASH is not None
 SMALL = replace(
     FLASH, layer_ids=(0, 3), num_embeddings=(420, 508), max_ngram_size=3, vocab_size=100, n_heads=2, compressed_vocab_size=3
 )
+CACHE = SequenceCache({}, b"")
 TOKENS = [("a", "a"), (" b", "Ġb"), ("<pad>", "<pad>"), ("A", "A")]
 
 
@@ -72,11 +75,10 @@ def test_rows_of_any_cut(ids: list[int], cut: int) -> None:
     hashing = ngram_hash(SMALL, TOKENS)
     assert hashing.history == 2 and hashing.pad == 2
     cut = min(cut, len(ids) - 1)
-    parts = [hashing.rows([], ids[:cut])] if cut else []
-    parts.append(hashing.rows(ids[max(0, cut - 2) : cut], ids[cut:]))
-    rows = np.concatenate(parts, axis=1)
+    chunks = [Chunk(ids[:cut], 0, CACHE)] if cut else []
+    rows = engram_rows(hashing, [*chunks, Chunk(ids[cut:], cut, CACHE, ids[max(0, cut - 2) : cut])])
     assert rows.tolist() == [[slow_rows(hashing, ids, p, layer) for p in range(len(ids))] for layer in range(2)]
-    assert (rows >= 0).all() and (rows.max((1, 2)) < SMALL.num_embeddings).all()
+    assert (rows >= 0).all() and (rows.amax((1, 2)) < torch.tensor(SMALL.num_embeddings)).all()
 
 
 def test_sizes_of_another_checkpoint_are_named() -> None:

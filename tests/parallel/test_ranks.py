@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from abyssal import LLM
 from abyssal.engine.request import EngineRequest, SamplingParams
+from abyssal.parallel.ranks import exchange
 from tests.checkpoint.build import random_v4_checkpoint
 from tests.support.cuts import random_cuts
-from tests.support.ranks import Pool, Scored, engine_job, facts_job, preempted_job, row_by_row_job, tensors_job
+from tests.support.ranks import Pool, Scored, decoding_job, engine_job, facts_job, preempted_job, row_by_row_job, tensors_job
 from tests.support.small_model import config_dict
 
 TOLERANCE = 1e-4  # sums of several ranks round in another order
@@ -147,6 +149,38 @@ def test_a_replica_without_anything_to_do_takes_part(mesh: dict[str, int], golde
     one.llm.close()
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [MESHES["dp2-ep2"], MESHES["dp4-ep2"], pytest.param(MESHES["dp2-tp2-ep4"], marks=pytest.mark.long)],
+    ids=["dp2-ep2", "dp4-ep2", "dp2-tp2-ep4"],
+)
+def test_steps_in_fixed_shapes(mesh: dict[str, int], goldens: Callable[[str], Path], ranks: Pool) -> None:
+    """Replicas of 3 and 1 sequences, with an abort; one is idle, prefills in chunks beside the other's steps, and is idle again."""
+    folder = str(goldens("v4_csa_w16"))
+    options = OPTIONS | {"model": folder, "max_num_batched_tokens": 48, "max_num_seqs": 5}
+    busy = [request(f"a{i}", prompt(3 + 9 * i, 192, i), 60 + i, temperature=i % 2, seed=5) for i in range(3)]
+    short, late = (request(name, prompt(n, 192, n), 9, temperature=0) for name, n in (("b", 30), ("c", 115)))
+    given: list[tuple[Any, ...]] = [(options, busy, {40: "a1"}), (options, [short], {30: late})]
+    given += [(options, [], {}), (options, [], {})][: mesh["dp"] - 2]
+    answers = ranks.run(decoding_job, spread(mesh, given), **mesh)
+    one, size = One(folder), mesh.get("tp", 1)
+    for rank, (tokens, _) in enumerate(answers):
+        expected = one.tokens([[*busy], [short, late], [], []][rank // size])
+        for name in tokens.keys() & {"a1"}:
+            assert 30 < len(tokens[name]) < 60
+            expected[name] = expected[name][: len(tokens[name])]
+        assert tokens == expected
+    one.llm.close()
+    first, second = answers[0][1], answers[size][1]
+    assert [common for _, common in first] == [common for _, common in second], "one shape for all"
+    pairs = [(mine, theirs, common) for (mine, common), (theirs, _) in zip(first, second, strict=True)]
+    assert all(common == (max(a[0], b[0]), max(a[1], b[1])) for a, b, common in pairs if common is not None)
+    idle, none = (0, 0), (-1, -1)
+    rows, lengths = ((4, 32), (1, 64), (4, 64)), ((4, 64), (1, 2048), (4, 2048))  # one replica brings the rows, one the length
+    assert {rows, lengths, ((4, 64), idle, (4, 64)), ((1, 2048), idle, (1, 2048)), ((4, 64), none, None)} <= set(pairs)
+    assert all(common is not None for a, b, common in pairs if -1 not in (*a, *b))
+
+
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "ep": 2}], ids=["tp2", "dp2-ep2"])
 def test_preempted_sequences(mesh: dict[str, int], goldens: Callable[[str], Path], ranks: Pool) -> None:
     """Pages run out. Whether to copy or to compute again is one decision of a replica, though its ranks measure different speeds."""
@@ -165,6 +199,38 @@ def test_preempted_sequences(mesh: dict[str, int], goldens: Callable[[str], Path
         if "tp" in mesh:
             assert counts == answers[0][1] and counts["swapped"] > 0, "the first rank wants to copy"
     one.llm.close()
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_an_exchange(tmp_path: Path) -> None:
+    """By NCCL, of one rank with itself: the second replay carries what the inputs hold then. Rows without experts come back too."""
+    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "ranks"), 1), rank=0, world_size=1)
+    x, ids = torch.zeros(4, 16, device="cuda", dtype=torch.bfloat16), torch.full((4, 2), -1, device="cuda", dtype=torch.int32)
+    weights = torch.zeros(4, 2, device="cuda")
+
+    def compute() -> Tensor:
+        return exchange(
+            x,
+            ids,
+            weights,
+            [4],
+            dist.group.WORLD,
+            lambda x, ids, w: x.float() * w.sum(1, keepdim=True) + ids.sum(1, keepdim=True),
+        )
+
+    try:
+        compute()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = compute()
+        for value in (1, 2):
+            x.fill_(value)
+            ids[:3] = 10 * value
+            weights.fill_(0.5)
+            graph.replay()
+            assert out.tolist() == [[21.0 * value] * 16] * 3 + [[value - 2.0] * 16]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_facts_of_a_replica(ranks: Pool) -> None:

@@ -90,9 +90,14 @@ class _Dense:
                 else:
                     shown = entries[chosen.clamp(min=0)].masked_fill_((chosen < 0).unsqueeze(-1), 0.0)
                     entries_hidden = chosen < 0
+            keys, hidden = window[None, start : start + self.reach + len(tile)], hidden[None]
+            shared = shown is not None and (shown.dim() == 3 or len(tile) == 1)
+            one_pool = plan.ratio == 4 and self.layouts.get(f"c{plan.ratio}") == self.layouts["window"]
+            if shared and one_pool:
+                keys, shown = torch.cat([keys, shown.view(1, -1, keys.shape[-1])], dim=1), None
+                hidden = torch.cat([hidden, entries_hidden], dim=-1)
             out[tile] = sparse_attention(
-                q[None, tile], window[None, start : start + self.reach + len(tile)], hidden[None], shown, entries_hidden, att.sink,
-                config.head_dim**-0.5,
+                q[None, tile], keys, hidden, shown, entries_hidden, att.sink, config.head_dim**-0.5
             ).squeeze(0)  # fmt: skip
         out = rotate(out, rope.conj().unsqueeze(1))
         grouped = att.ops.linear_grouped(out.view(self.length, config.o_groups, -1), att.wo_a, config.o_groups)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from abyssal.kv import batch, codec
 from abyssal.kv.pool import RecordView
-from abyssal.ops import hadamard, hyper_connection
+from abyssal.ops import hadamard, hyper_connection, moe
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 KEPT_IN_FP32 = (
@@ -30,6 +30,7 @@ KEPT_IN_FP32 = (
     (hyper_connection, "_sinkhorn_matrices"),  # kept for later runs, as are those below
     (hyper_connection, "_gate_ranges"),
     (hadamard, "hadamard_matrix"),
+    (moe, "_sum_of"),
 )
 
 

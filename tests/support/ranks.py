@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,10 @@ from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest
 from abyssal.ops._reference import ReferenceOps
 from abyssal.ops.moe import ExpertLayer
+from abyssal.parallel.comm import Shape
 from abyssal.parallel.mesh import Mesh
 from abyssal.parallel.ranks import RankComm
+from tests.support.stepping import decoding
 
 SIZE = 4
 PATIENCE = 120.0  # seconds for a job of a second: a busy machine is no failure
@@ -150,26 +154,60 @@ def preempted_job(
     return tokens, {"preemptions": stats.num_preemptions, "swapped": stats.num_swapped}
 
 
+def decoding_job(
+    comm: RankComm, options: dict[str, Any], requests: list[EngineRequest], events: dict[int, EngineRequest | str]
+) -> tuple[dict[str, list[int]], list[tuple[Shape, Shape | None]]]:
+    """Generate in fixed shapes, as with CUDA graphs but without the graphs.
+
+    Returns:
+        Output tokens by request; of every step the shape of this replica's and the one that is common to all.
+    """
+    engine = decoding(engine_of(comm, options))
+    assert engine.runner.decoder is not None
+    engine.runner.decoder.capacities = [32, 64, engine.info.max_model_len]
+    shapes = []
+    meet = comm._meet
+
+    def record(num_tokens: int, shape: Shape) -> tuple[Shape | None, set[int]]:
+        common, known = meet(num_tokens, shape)
+        shapes.append((shape, common))
+        return common, known
+
+    with patch.object(comm, "_meet", record):
+        return generate(engine, comm, requests, events), shapes
+
+
 def engine_of(comm: RankComm, options: dict[str, Any], load: LoadWeights = load_weights) -> Engine:
     mesh = comm.mesh
     return Engine(EngineConfig(**options, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep, device="cpu", num_threads=1), load, comm)
 
 
-def generate(engine: Engine, comm: RankComm, requests: list[EngineRequest]) -> dict[str, list[int]]:
-    """Output tokens by request, once all replicas have nothing left to do."""
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+def generate(
+    engine: Engine, comm: RankComm, requests: list[EngineRequest], events: Mapping[int, EngineRequest | str] | None = None
+) -> dict[str, list[int]]:
+    """Output tokens by request, once all replicas have nothing left to do.
+
+    Args:
+        events: step, idle ones included -> a request that comes before it, or the id of one that is aborted.
+    """
+    tokens: dict[str, list[int]] = defaultdict(list)
     for request in requests:
         engine.add(request)
-    while True:
+    for step in itertools.count():
+        match (events or {}).get(step):
+            case EngineRequest() as request:
+                engine.add(request)
+            case str() as name:
+                engine.abort(name)
         if engine.has_unfinished():
             for update in engine.step():
                 assert update.error is None, update.error
                 tokens[update.request_id] += update.token_ids
-        elif comm.idle(engine.runner.model.idle):
+        elif comm.idle(engine.runner.idle):
             break
     stats = engine.stats()
     assert stats.pages_free == stats.pages_total
-    return tokens
+    return dict(tokens)
 
 
 def facts_job(comm: RankComm, data: bytes, number: int, decision: bool) -> tuple[bytes, int, bool]:

@@ -10,9 +10,20 @@ from torch import Tensor
 
 from abyssal import LLM
 from abyssal.config import LayerPlan, ModelConfig
+from abyssal.engine.decoder import Decoder
+from abyssal.engine.engine import Engine
 from abyssal.kv.batch import Batch
 from abyssal.kv.pool import KVCache, SequenceCache
 from abyssal.ops._select import Query, Selection
+
+
+def decoding(engine: Engine) -> Engine:
+    """The engine as it is with CUDA graphs, but without the graphs."""
+    runner = engine.runner
+    runner.decoder = Decoder(
+        runner.model_config, runner.model, runner.cache, runner.ngrams, runner.device, engine.config.max_num_seqs, runner.max_model_len
+    )  # fmt: skip
+    return engine
 
 
 class Side:

@@ -50,13 +50,13 @@ def load_weights(
             physical memory.
         dtype: of plain and dequantised linears and of the embedding. Everything that V4 spec 3.4 uses in fp32 is fp32.
         progress: draw a bar on stderr if that is a terminal.
-        row_cache_bytes: memory for rows of tables that stay in their files, all tables together.
+        row_cache_bytes: memory for rows of tables, all tables together; one that does not fit into its part stays in its file.
         mesh: of several ranks each reads the part that it computes; shapes below are those of one.
 
     Returns:
         Released name without a prefix -> weight. Linears are `LinearWeight`s and drop `.weight`; the experts of a layer are
-        stacked as `layers.N.ffn.experts.w13` [E, 2I, D] (w1 rows, then w3 rows) and `.w2` [E, D, I]. N-gram tables are not
-        read; they are `RowTable`s.
+        stacked as `layers.N.ffn.experts.w13` [E, 2I, D] (w1 rows, then w3 rows) and `.w2` [E, D, I]. N-gram tables are
+        `RowTable`s.
 
     Raises:
         CheckpointError: anything is missing, left over, damaged, or not as `config` says. Names and shapes are checked before
@@ -68,8 +68,12 @@ def load_weights(
     summary = files.summary()
     types = ", ".join(f"{count} {name}" for name, count in summary.dtypes.items())
     log.info("checkpoint %s: %d tensors, %s (%s)", folder, summary.tensors, size(summary.nbytes), types)
-    tables = [target for target, spec in table.items() if spec.kind == "rows"]
-    weights: Weights = {target: _row_table(sources.pop(target), row_cache_bytes // len(tables)) for target in tables}
+    tables = {target: sources.pop(target) for target, spec in table.items() if spec.kind == "rows"}
+    weights: Weights = {}
+    for target, entries in tables.items():
+        weights[target] = row_table = _row_table(entries, row_cache_bytes // len(tables))
+        how = "from disk, row by row" if row_table.held is None else "from memory"
+        log.info("%s, %s: read %s", target, size(sum(map(_nbytes, entries.values()))), how)
     loader = _Loader(files, config, mesh, device, dtype, dequantise=_choose_dequantised(table, sources, mesh, device, dtype))
     total = sum(_nbytes(source) for entries in sources.values() for source in entries.values())
     with ProgressBar("loading weights", total, enabled=progress) as bar:

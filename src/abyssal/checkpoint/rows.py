@@ -1,8 +1,9 @@
-"""A table that stays in its file: rows are read when they are needed, and the last ones are kept."""
+"""A table of which rows are read: from its file when they are needed, the last ones being kept, or from memory if all of it fits."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import weakref
 from pathlib import Path
@@ -14,21 +15,32 @@ from torch import Tensor
 from abyssal.checkpoint.files import StoredTensor
 from abyssal.errors import CheckpointError
 
+READ_BYTES = 1 << 30  # at most by one call, which the system limits to 2 GiB
+
 
 class RowTable:
     """A stored matrix [R, C] of e4m3 codes with one e8m0 scale per row and 32 columns, read row by row.
 
     Rows come by `pread`: read through a memory map they would count as memory of this process for as long as they lie in the
-    page cache. What was read is kept in a direct-mapped cache, in which row r has the one place r mod (number of places).
+    page cache. What was read is kept in a direct-mapped cache, in which row r has the one place r mod (number of places). A table
+    that fits into the cache is read as a whole when it is made.
 
     Args:
         values, scales: the two stored tensors.
         cache_bytes: the cache takes at most this much.
+
+    Raises:
+        CheckpointError: the file ends early.
     """
 
     def __init__(self, values: StoredTensor, scales: StoredTensor, cache_bytes: int) -> None:
         self.num_rows, self.columns = values.shape
         self._parts = [_Part(tensor, tensor.nbytes // self.num_rows) for tensor in (values, scales)]
+        # codes uint8 [R, C] and scales uint8 [R, ceil(C / 32)] of the whole table, each at the beginning of a page of memory
+        self.held: tuple[np.ndarray, np.ndarray] | None = None
+        if values.nbytes + scales.nbytes <= cache_bytes:
+            codes, of_tiles = (part.read_all(self.num_rows) for part in self._parts)
+            self.held, cache_bytes = (codes, of_tiles), 0
         width = sum(part.row_bytes for part in self._parts)
         places = min(self.num_rows, cache_bytes // (width + np.dtype(np.int64).itemsize))
         self._cached_row = np.full(places, -1, np.int64)
@@ -43,8 +55,10 @@ class RowTable:
         unique, inverse = np.unique(rows.numpy().ravel(), return_inverse=True)
         if unique.size and not 0 <= unique[0] <= unique[-1] < self.num_rows:
             raise IndexError(f"rows {unique[0]} to {unique[-1]} asked of a table of {self.num_rows}")
-        data = self._lookup(unique)[inverse]
-        codes, scales = np.split(data, [self._parts[0].row_bytes], axis=1)
+        if self.held is not None:
+            codes, scales = (part[rows.numpy().ravel()] for part in self.held)
+        else:
+            codes, scales = np.split(self._lookup(unique)[inverse], [self._parts[0].row_bytes], axis=1)
         return torch.from_numpy(np.ascontiguousarray(codes)).view(torch.float8_e4m3fn), torch.from_numpy(
             np.ascontiguousarray(scales)
         )
@@ -90,8 +104,17 @@ class _Part:
     def announce(self, row: int) -> None:
         os.posix_fadvise(self._fd, self._begin + row * self.row_bytes, self.row_bytes, os.POSIX_FADV_WILLNEED)
 
+    def read_all(self, rows: int) -> np.ndarray:
+        """uint8 [rows, row_bytes]"""
+        memory = mmap.mmap(-1, rows * self.row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        step = READ_BYTES // self.row_bytes
+        for first in range(0, rows, step):
+            self.read(first, memoryview(memory)[first * self.row_bytes : (first + step) * self.row_bytes])
+        return np.frombuffer(memory, np.uint8).reshape(rows, self.row_bytes)
+
     def read(self, row: int, into: memoryview) -> None:
-        if os.preadv(self._fd, [into], self._begin + row * self.row_bytes) != self.row_bytes:
+        """Fill `into` from row `row` on."""
+        if os.preadv(self._fd, [into], self._begin + row * self.row_bytes) != len(into):
             raise CheckpointError(f"{self._tensor.file} ends inside {self._tensor.name}; download it again")
 
 

@@ -1,4 +1,8 @@
-"""Steps of one token per sequence, in a few fixed shapes: each shape is captured as a CUDA graph when it first occurs."""
+"""Steps of one token per sequence, in a few fixed shapes: each shape is captured as a CUDA graph when it first occurs.
+
+Replicas that share experts replay the same graph at the same time, in a shape that holds the steps of all. Each captures it in the same
+step, as all know of the same shapes. Beside a step of no shape, which another replica computes, each launches its own op by op.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,12 @@ from abyssal.kv.decode import DecodeFacts, DecodeInputs, DecodeTables, staged
 from abyssal.kv.pool import KVCache, SequenceCache
 from abyssal.model.model import Model
 from abyssal.ops.ngram_hash import NgramHash
+from abyssal.parallel.comm import Shape
 
 log = logging.getLogger("abyssal")
 
 FIRST_CAPACITY = 8192  # tokens per sequence of the smallest shape
+NUM_FACTS = 3  # of a sequence, beside its tokens
 CAPACITY_FACTOR = 4  # between shapes; only score workspaces and lists of all entries are as wide, work follows the real lengths
 
 
@@ -49,17 +55,25 @@ class Decoder:
         self.facts = DecodeFacts(config, self.tables, model.ops.as_lists, model.ops.decode_facts)
         self.batches = buckets(1, 2, max_num_seqs)
         self.capacities = buckets(FIRST_CAPACITY, CAPACITY_FACTOR, max_model_len)
-        self._inputs = torch.zeros(4, max_num_seqs, dtype=torch.int64, device=device)
-        self._inputs[2] = self.tables.empty_row
-        width = 0 if config.engram is None else config.engram.columns * config.engram.head_dim
-        self._table_rows = {  # of the n-gram tables, as `Model.read_tables` gives them
-            plan.layer: torch.zeros(max_num_seqs, width, dtype=model.dtype, device=device)
-            for plan in config.layers
-            if plan.engram is not None
-        }
+        # Of each sequence its position, row and sums as in `DecodeInputs`, the token, and the ones before it, the latest first
+        self._inputs = torch.zeros(
+            NUM_FACTS + 1 + (ngrams.history if ngrams else 0), max_num_seqs, dtype=torch.int64, device=device
+        )
+        self._inputs[1] = self.tables.empty_row
+        self._hash = ngrams.to(device) if ngrams is not None and model.reads_tables else None
+        self._table_rows: dict[int, Tensor] = {}  # as `Model.read_tables` gives them, where the host reads them
+        if config.engram is not None and self._hash is None:
+            shape = max_num_seqs, config.engram.columns * config.engram.head_dim
+            layers = [plan.layer for plan in config.layers if plan.engram is not None]
+            self._table_rows = {layer: torch.zeros(shape, dtype=model.dtype, device=device) for layer in layers}
         self._logits = torch.zeros(max_num_seqs, config.vocab_size, device=device)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs: no two run at a time
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the host has to know the tokens of a step before it is launched: it reads the tables' rows by them."""
+        return bool(self._table_rows)
 
     def takes(self, chunks: list[Chunk]) -> bool:
         """Whether a step of these is one of single tokens that fits the largest shape."""
@@ -72,45 +86,76 @@ class Decoder:
     @torch.inference_mode()
     def __call__(self, chunks: list[Chunk]) -> Tensor:
         """Compute one token of each sequence -> logits fp32 [len(chunks), V]; they hold until the next call."""
-        if self.ngrams is not None and chunks:
+        if self.ngrams is not None and self._table_rows and chunks:
             for layer, read in self.model.read_tables(engram_rows(self.ngrams, chunks)).items():
                 self._table_rows[layer][: len(chunks)].copy_(read)
-        return self.step([c.cache for c in chunks], [c.start for c in chunks], [c.token_ids[0] for c in chunks])
+        return self.step(
+            [c.cache for c in chunks], [c.start for c in chunks], [c.token_ids[0] for c in chunks], [c.before for c in chunks]
+        )
 
     @torch.inference_mode()
-    def step(self, caches: list[SequenceCache], positions: list[int], token_ids: list[int] | Tensor) -> Tensor:
-        """As a call, of a model without n-gram tables.
+    def step(
+        self,
+        caches: list[SequenceCache],
+        positions: list[int],
+        token_ids: list[int] | Tensor,
+        before: list[list[int]],
+    ) -> Tensor:
+        """As a call, where no row of a table is read by the host.
 
         Args:
             positions: of the token that each sequence computes.
             token_ids: the tokens, or int64 [S] on the device where the host need not know them.
+            before: as in `Chunk`, of each sequence.
         """
-        count = next(size for size in self.batches if size >= len(caches))
         longest = max(positions, default=0) + 1
-        capacity = next(size for size in self.capacities if size >= longest)
-        captured = self._captured(count, capacity) if self.device.type == "cuda" else None
-        self._fill(caches, positions, token_ids)
-        if captured is None:
-            self._compute(count, capacity)
-        else:
-            captured.replay()
+        own = next(n for n in self.batches if n >= len(caches)), next(n for n in self.capacities if n >= longest)
+        common = self.model.comm.enter(own[0], own)
+        graph = None if common is None or self.device.type != "cuda" else self._captured(*common)
+        self._fill(caches, positions, token_ids, before)
+        self._run(graph, common or own)
         return self._logits[: len(caches)]
 
-    def _fill(self, caches: list[SequenceCache], positions: list[int], token_ids: list[int] | Tensor) -> None:
-        values = np.zeros((4, self.batches[-1]), np.int64)
-        values[0], values[2] = -1, self.tables.empty_row  # no token: no experts
+    @torch.inference_mode()
+    def idle(self, shape: Shape) -> None:
+        """Take part in a step of `shape` without a sequence."""
+        graph = None if self.device.type != "cuda" else self._captured(*shape)
+        self._fill([], [], [], [])
+        self._run(graph, shape)
+
+    def _run(self, graph: torch.cuda.CUDAGraph | None, shape: Shape) -> None:
+        if graph is None:
+            self._compute(*shape)
+        else:
+            graph.replay()
+
+    def _fill(
+        self,
+        caches: list[SequenceCache],
+        positions: list[int],
+        token_ids: list[int] | Tensor,
+        before: list[list[int]],
+    ) -> None:
+        values = np.zeros(self._inputs.shape, np.int64)
+        values[1], values[NUM_FACTS:] = self.tables.empty_row, -1  # no token: no experts
         folded = [cache.folded_after(start) for cache, start in zip(caches, positions, strict=True)]
-        rows = self.tables.place(caches)
-        values[:, : len(caches)] = [
-            positions if isinstance(token_ids, Tensor) else token_ids, positions, rows, folded
-        ]  # fmt: skip
+        values[:NUM_FACTS, : len(caches)] = positions, self.tables.place(caches), folded
+        if not isinstance(token_ids, Tensor):
+            values[NUM_FACTS, : len(caches)] = token_ids
+        if self._hash is not None:
+            for i, ids in enumerate(before):
+                values[NUM_FACTS + 1 : NUM_FACTS + 1 + len(ids), i] = ids[::-1]
         self._inputs.copy_(staged(values, self.device), non_blocking=True)
         if isinstance(token_ids, Tensor):
-            self._inputs[0, : len(caches)] = token_ids
+            self._inputs[NUM_FACTS, : len(caches)] = token_ids
 
     def _compute(self, count: int, capacity: int) -> None:
-        batch = self.facts.batch(DecodeInputs(*self._inputs[:, :count]), capacity)
-        table_rows = {layer: rows[:count] for layer, rows in self._table_rows.items()}
+        facts, tokens = self._inputs[:, :count].split([NUM_FACTS, len(self._inputs) - NUM_FACTS])
+        batch = self.facts.batch(DecodeInputs(tokens[0], *facts), capacity)
+        if self._hash is None:
+            table_rows = {layer: rows[:count] for layer, rows in self._table_rows.items()}
+        else:
+            table_rows = self.model.read_tables(self._hash.rows(tokens.T))
         self._logits[:count] = self.model.compute(batch, self.cache, table_rows)
 
     def _captured(self, count: int, capacity: int) -> torch.cuda.CUDAGraph:
@@ -118,7 +163,7 @@ class Decoder:
         if (count, capacity) in self._graphs:
             return self._graphs[count, capacity]
         begun = time.perf_counter()
-        self._fill([], [], [])
+        self._fill([], [], [], [])
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):

@@ -392,11 +392,11 @@ class Engine:
     def _can_fly(self, scheduled: Scheduled) -> bool:
         """Whether the tokens of a step need not be known before the next is launched.
 
-        N-gram tables are read by the host, from a token's text; and what a sequence alone broke has to show at once.
+        What a sequence alone broke has to show at once.
         """
         return (
             self.runner.decoder is not None
-            and self.runner.ngrams is None
+            and not self.runner.decoder.needs_tokens
             and all(count == 1 and seq.num_remaining == 1 and seq.sampler.is_plain for seq, count in scheduled)
             and not any(_prompt_positions(seq, seq.num_computed, seq.num_computed + 1) for seq, _ in scheduled)
         )
@@ -416,7 +416,8 @@ class Engine:
         ahead = int(before is not None)
         positions = [seq.num_computed + ahead for seq in sequences]
         tokens = [seq.token_ids[-1] for seq in sequences] if before is None else before.tokens_of(sequences)
-        logits = decoder.step([seq.cache for seq in sequences], positions, tokens)
+        known = [self.runner.before(seq.token_ids, position) for seq, position in zip(sequences, positions, strict=True)]
+        logits = decoder.step([seq.cache for seq in sequences], positions, tokens, known)
         result = sample_plain(logits, [seq.sampler for seq in sequences], ahead)
         return Flight.launched(sequences, positions, result)
 

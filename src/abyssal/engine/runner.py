@@ -23,7 +23,7 @@ from abyssal.model.model import AfterLayer, Model
 from abyssal.ops._select import select_ops
 from abyssal.ops.linear import LinearWeight
 from abyssal.ops.ngram_hash import NgramHash, ngram_hash
-from abyssal.parallel.comm import ALONE, Comm
+from abyssal.parallel.comm import ALONE, Comm, Shape
 from abyssal.tokenizer import Tokenizer
 
 log = logging.getLogger("abyssal")
@@ -95,9 +95,21 @@ class Runner:
         batch = build_batch(self.model_config, cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists)
         return self.model(batch, cache, after_layer)
 
+    def idle(self, shape: Shape | None) -> None:
+        """Compute this rank's experts in a step of others, in the shape that these agreed on."""
+        if shape is None:
+            self.model.idle()
+        else:
+            assert self.decoder is not None, "ranks have the same options"
+            self.decoder.idle(shape)
+
     def chunk(self, token_ids: list[int], start: int, end: int, cache: SequenceCache) -> Chunk:
         """Tokens [start, end) of the sequence `token_ids`, with what its n-gram hashes need of the tokens before."""
-        return Chunk(token_ids[start:end], start, cache, token_ids[max(0, start - self._history) : start])
+        return Chunk(token_ids[start:end], start, cache, self.before(token_ids, start))
+
+    def before(self, token_ids: list[int], start: int) -> list[int]:
+        """What the n-gram hashes of a chunk need of the tokens in front of it."""
+        return token_ids[max(0, start - self._history) : start]
 
     @property
     def _history(self) -> int:

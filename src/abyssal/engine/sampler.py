@@ -9,6 +9,7 @@ request's seed and the number of the token alone, so that a preempted or restart
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -162,8 +163,9 @@ def sample(logits: Tensor, states: list[SamplerState]) -> list[SampledToken]:
         tokens[drawn] = _draw(edited[drawn], settings, any(states[i].truncates for i in drawn))
     # NaN and +inf surface in their row's largest value, and a row without any candidate has -inf: the maximum tells all.
     raw_best = best if edited is logits else logits.amax(-1)
-    chosen, model_ok, usable = torch.stack((tokens, raw_best.isfinite(), best.isfinite())).tolist()
-    errors = [_complaint(bool(ok), bool(left)) for ok, left in zip(model_ok, usable, strict=True)]
+    ids, raw, left = torch.stack((tokens.double(), raw_best.double(), best.double())).tolist()  # ids are exact
+    chosen = [int(token) for token in ids]
+    errors = [_complaint(math.isfinite(r), math.isfinite(b)) for r, b in zip(raw, left, strict=True)]
     rows = [i for i, state in enumerate(states) if state.params.logprobs is not None and errors[i] is None]
     scores = _score(logits[rows], [chosen[i] for i in rows], [states[i].params.logprobs or 0 for i in rows]) if rows else []
     logprobs = dict(zip(rows, scores, strict=True))

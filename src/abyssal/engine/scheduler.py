@@ -14,6 +14,7 @@ from abyssal.engine.swap import SwapSpace
 from abyssal.kv.pool import KVCache
 
 FIRST_PATIENCE = 64  # steps that fit before a reduced budget grows; twice as many after every failure
+REFUSAL_STEPS = 8  # for which a refusal stands while the same sequences run: to look up a long prefix again takes milliseconds
 
 
 class TokenBudget:
@@ -47,6 +48,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
+        self._refused: tuple[Sequence, list[Sequence]] | None = None  # found no room beside these
+        self._refusal_age = 0
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         """Sequences and token counts of the next step, single tokens first; their pages are allocated."""
@@ -75,6 +78,8 @@ class Scheduler:
     def _admit(self, plan: dict[Sequence, int]) -> None:
         while self.waiting and len(self.running) < self.max_num_seqs and self._fit(self.waiting[0], plan):
             seq = self.waiting[0]
+            if self._refusal_stands(seq):
+                return
             if seq.saved is not None:
                 fits = self.has_room(seq) and self.swap.restore(seq)
             else:
@@ -84,6 +89,7 @@ class Scheduler:
             count = self._fit(seq, plan)
             if not fits or not self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count):
                 self._release(seq)
+                self._refused, self._refusal_age = (seq, self.running.copy()), 0
                 return
             if seq.num_output == 0:  # of one that comes back, what it had computed itself does not count
                 seq.num_cached = min(seq.num_cached, seq.num_computed) if seq.has_run else seq.num_computed
@@ -91,6 +97,10 @@ class Scheduler:
             self.swap.drop(seq)
             self.running.append(self.waiting.popleft())
             plan[seq] = count
+
+    def _refusal_stands(self, seq: Sequence) -> bool:
+        self._refusal_age += 1
+        return self._refused == (seq, self.running) and self._refusal_age < REFUSAL_STEPS
 
     def has_room(self, newcomer: Sequence) -> bool:
         """Whether all tokens known so far of `newcomer` and of the running sequences would fit at the same time.

@@ -7,6 +7,7 @@ queries form one rectangular group.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -117,8 +118,12 @@ class CompressFacts:
 class StoreFacts:
     """Which of the step's tokens one per-token kind stores, and where."""
 
-    rows: Tensor  # [n] int64, of the step's tokens
+    rows: Tensor  # [n] int64, of the step's tokens, ascending
     slots: Tensor  # [layers, n] int64
+
+    def of(self, values: Tensor) -> Tensor:
+        """values [T, D] of all tokens -> [n, D], those that are stored."""
+        return values if self.rows.shape[0] == values.shape[0] else values.index_select(0, self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,22 +166,26 @@ def build_batch(
         ngrams: the hash of a model with n-gram tables.
         as_lists: whether queries are described by `lists`, as kernels take them, or by `groups`, as the reference does.
     """
-    counts = np.array([len(c.token_ids) for c in chunks])
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
-    ropes = {"main": config.rope_main, "compress": config.rope_compress}
-    positions_t = _tensor(positions, device)
+    offsets = np.array([0, *accumulate(len(c.token_ids) for c in chunks)])
+    positions = _joined([np.arange(c.start, c.end) for c in chunks])
     ratios = sorted({plan.ratio for plan in config.layers if plan.ratio})
+    completed = {r: [np.arange(c.start // r, c.end // r) for c in chunks] for r in ratios}  # entries, by chunk
+    turned = [positions, *(_joined(entries) * r for r, entries in completed.items())]  # positions whose rotations layers need
+    rope, *of_entries = rope_table(_tensor(_joined(turned), device), config.rope_compress).split_with_sizes([*map(len, turned)])
+    positions_t = _tensor(positions, device)
     tables = {n: _stack_tables(n, s, chunks, device) for n, s in cache.specs.items() if s.lifetime == "context"}
     return Batch(
         token_ids=torch.tensor([t for c in chunks for t in c.token_ids], device=device),
         positions=positions_t,
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-        rope={name: rope_table(positions_t, rope) for name, rope in ropes.items()},
+        rope={"main": rope_table(positions_t, config.rope_main), "compress": rope},
         groups=[] if as_lists else _query_groups(cache.specs["window"], ratios, chunks, offsets, device),
         lists=_query_lists(config, cache, ratios, chunks, offsets, tables, device) if as_lists else None,
         stores={n: _store_facts(s, chunks, offsets, device) for n, s in cache.specs.items() if stores_tokens(s)},
-        compress={r: _compress_facts(config, cache, r, chunks, offsets, positions_t) for r in ratios},
+        compress={
+            r: _compress_facts(cache, r, chunks, offsets, positions, completed[r], rope, device)
+            for r, rope in zip(ratios, of_entries, strict=True)
+        },
         tables=tables,
         entries={} if as_lists else {n: _entries(cache.specs[n], chunks, device) for n in tables},
         engram_rows=None if ngrams is None else engram_rows(ngrams, chunks),
@@ -188,10 +197,19 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
+def _joined(parts: list[np.ndarray], axis: int = 0) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
+
+
 def engram_rows(ngrams: NgramHash, chunks: list[Chunk]) -> Tensor:
-    for chunk in chunks:
-        assert len(chunk.before) == min(chunk.start, ngrams.history), f"{len(chunk.before)} ids before position {chunk.start}"
-    return torch.from_numpy(np.concatenate([ngrams.rows(c.before, c.token_ids) for c in chunks], axis=1))
+    return ngrams.rows(torch.cat([_recent(chunk, ngrams.history) for chunk in chunks]))
+
+
+def _recent(chunk: Chunk, history: int) -> Tensor:
+    """[T, history + 1], as `NgramHash.rows` takes them."""
+    assert len(chunk.before) == min(chunk.start, history), f"{len(chunk.before)} ids before position {chunk.start}"
+    missing = [-1] * (history - len(chunk.before))
+    return torch.tensor([*missing, *chunk.before, *chunk.token_ids]).unfold(0, history + 1, 1).flip(1)
 
 
 def stores_tokens(spec: CacheSpec) -> bool:
@@ -204,13 +222,10 @@ def _store_facts(spec: CacheSpec, chunks: list[Chunk], offsets: np.ndarray, devi
     for chunk, offset in zip(chunks, offsets, strict=False):
         first = max(chunk.start, spec.first_kept(chunk.end)) if spec.lifetime == "record" else chunk.start
         where = entry_slots(spec, chunk.cache.tables[spec.name], np.arange(first, chunk.end))
-        stored = np.flatnonzero(where[0] >= 0)
-        rows.append(stored + first - chunk.start + offset)
-        slots.append(where[:, stored])
-    return StoreFacts(
-        _tensor(np.concatenate(rows), device),
-        _tensor(np.concatenate(slots, axis=1), device).long(),
-    )
+        (stored,) = (where[0] >= 0).nonzero()
+        rows.append(stored + (first - chunk.start + offset))
+        slots.append(where.take(stored, axis=1))
+    return StoreFacts(_tensor(_joined(rows), device), _tensor(_joined(slots, axis=1).astype(np.int64), device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,49 +238,61 @@ class _Groups:
 
 
 def _compress_facts(
-    config: ModelConfig, cache: KVCache, ratio: int, chunks: list[Chunk], offsets: np.ndarray, positions: Tensor
+    cache: KVCache,
+    ratio: int,
+    chunks: list[Chunk],
+    offsets: np.ndarray,
+    positions: np.ndarray,
+    entries: list[np.ndarray],
+    rope: Tensor,
+    device: torch.device,
 ) -> CompressFacts:
-    """Which rows make up the entries and sums of a step: the step's own, older ones from the state kinds."""
-    device = positions.device
+    """Which rows make up the entries and sums of a step: the step's own, older ones from the state kinds.
+
+    `entries`: those that each chunk completes; `rope`: of their first tokens.
+    """
     kinds = [n for n in (f"c{ratio}", f"c{ratio}_index") if n in cache.specs]
     with_state = [n for n in kinds if f"{n}_state" in cache.specs]
     with_sums = [f"{n}_sums" for n in kinds if f"{n}_sums" in cache.specs]
-    groups = _summed_groups(chunks, ratio) if with_sums else _whole_groups(chunks, ratio)
-    entries = [np.arange(c.start // ratio, c.end // ratio) for c in chunks]
-    num_entries = sum(map(len, entries))
+    groups = _summed_groups(chunks, ratio) if with_sums else _whole_groups(entries, ratio)
+    num_entries = rope.shape[0]
+    sources, carried = _sources(groups, chunks, offsets)
+
+    def slots(name: str, where: list[np.ndarray]) -> np.ndarray:
+        parts = [entry_slots(cache.specs[name], c.cache.tables[name], p) for c, p in zip(chunks, where, strict=True)]
+        return _joined(parts, axis=1)
+
+    sums = {n: slots(n, [np.zeros(1, np.int64)] * len(chunks))[:, groups.chunk] for n in with_sums}  # [layers, G]
+    return CompressFacts(
+        phases=_tensor(positions % ratio, device),
+        sources=_tensor(sources, device),
+        carried={f"{n}_state": _tensor(slots(f"{n}_state", carried), device) for n in with_state},
+        carried_sums={n: _tensor(np.where(groups.has_sums, s, -1), device) for n, s in sums.items()},
+        sum_slots={n: _tensor(s[:, num_entries:].astype(np.int64), device) for n, s in sums.items()},
+        entry_slots={n: _tensor(slots(n, entries), device) for n in kinds},
+        rope=rope,
+    )
+
+
+def _sources(groups: _Groups, chunks: list[Chunk], offsets: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """`CompressFacts.sources`, and per chunk the positions whose rows of earlier steps come before those of the step."""
     starts = np.array([c.start for c in chunks])
     start, used = starts[groups.chunk, None], groups.tokens >= 0
     first = starts.copy()  # position of the first row of an earlier step, by chunk
-    np.minimum.at(first, groups.chunk, np.where(used, groups.tokens, start).min(axis=1, initial=np.iinfo(np.int64).max))
+    if len(groups.chunk):
+        np.minimum.at(first, groups.chunk, np.where(used, groups.tokens, start).min(axis=1))
     ends = np.cumsum(starts - first)
     from_state = (ends - starts)[groups.chunk, None] + groups.tokens
     from_step = ends[-1] + (offsets[:-1] - starts)[groups.chunk, None] + groups.tokens
     sources = np.where(used, np.where(groups.tokens < start, from_state, from_step), ends[-1] + offsets[-1])
-
-    def slots(name: str, where: list[np.ndarray]) -> np.ndarray:
-        parts = [entry_slots(cache.specs[name], c.cache.tables[name], p) for c, p in zip(chunks, where, strict=True)]
-        return np.concatenate(parts, axis=1)
-
-    carried = [np.arange(a, b) for a, b in zip(first, starts, strict=True)]
-    sums = {n: slots(n, [np.zeros(1, np.int64)] * len(chunks))[:, groups.chunk] for n in with_sums}  # [layers, G]
-    first_tokens = _tensor(np.concatenate(entries) * ratio, device)
-    return CompressFacts(
-        phases=positions % ratio,
-        sources=_tensor(sources, device),
-        carried={f"{n}_state": _tensor(slots(f"{n}_state", carried), device) for n in with_state},
-        carried_sums={n: _tensor(np.where(groups.has_sums, s, -1), device) for n, s in sums.items()},
-        sum_slots={n: _tensor(s[:, num_entries:], device).long() for n, s in sums.items()},
-        entry_slots={n: _tensor(slots(n, entries), device) for n in kinds},
-        rope=rope_table(first_tokens, config.rope_compress),
-    )
+    return sources, [np.arange(a, b) for a, b in zip(first, starts, strict=True)]
 
 
-def _whole_groups(chunks: list[Chunk], ratio: int) -> _Groups:
-    """Entry w of a ratio pools tokens [m w, m w + m), with overlap also the m before."""
+def _whole_groups(entries: list[np.ndarray], ratio: int) -> _Groups:
+    """Entry w of a ratio pools tokens [m w, m w + m), with overlap also the m before; `entries` by chunk."""
     overlap = ratio if ratio == 4 else 0
-    entries = [np.arange(c.start // ratio, c.end // ratio) for c in chunks]
-    owners = np.repeat(np.arange(len(chunks)), [len(w) for w in entries])
-    tokens = np.concatenate(entries)[:, None] * ratio + np.arange(-overlap, ratio)
+    owners = np.repeat(np.arange(len(entries)), [len(w) for w in entries])
+    tokens = _joined(entries)[:, None] * ratio + np.arange(-overlap, ratio)
     return _Groups(owners, tokens, np.zeros(len(owners), bool))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.errors import ConfigError
@@ -508,16 +509,19 @@ def _leaves_page(spec: CacheSpec, end: int) -> bool:
 
 
 def entry_slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
-    """Slots int32 [layers, n] of entry indices [n]; -1 for negative indices and where nothing is stored."""
-    if table.pages.shape[1] == 0 or len(entries) == 0:
+    """Slots int32 [layers, n] of entry indices int64 [n]; -1 for negative indices and where nothing is stored."""
+    count = table.pages.shape[1]
+    if count == 0 or len(entries) == 0:
         return np.full((len(spec.layers), len(entries)), -1, np.int32)
     if spec.lifetime == "record":
         entries = entries % spec.record_entries
     blocks, rows = np.divmod(entries, spec.entries_per_page)
     blocks -= table.first_block
     pages = table.pages.take(blocks, axis=1, mode="clip")
-    held = (blocks >= 0) & (blocks < table.pages.shape[1]) & (pages != NO_PAGE)
-    return np.where(held, pages * spec.entries_per_page + rows, -1).astype(np.int32)
+    held = (blocks.view(np.uint64) < count) & (pages != NO_PAGE)  # as unsigned, negative blocks are beyond all others
+    pages *= spec.entries_per_page
+    pages += rows.astype(np.int32)
+    return np.where(held, pages, np.int32(-1))
 
 
 class RecordView:
@@ -546,6 +550,11 @@ class RecordView:
     def device(self) -> torch.device:
         return self._data.device
 
+    def lies_with(self, other: RecordView) -> bool:
+        """Whether the slots of both count the same rows of one pool, so that one `read` may take slots of either."""
+        mine, theirs = self.spec, other.spec
+        return self.pages is other.pages and (mine.layout, mine.entries_per_page) == (theirs.layout, theirs.entries_per_page)
+
     def read_bytes(self, slots: Tensor) -> Tensor:
         """slots int64 [n], none negative -> uint8 [n, bytes_per_entry]: the data row, then the scale row."""
         where = self._split(slots)
@@ -558,11 +567,12 @@ class RecordView:
 
     def read(self, slots: Tensor) -> Tensor:
         """slots int [...] -> fp32 [..., dim]."""
-        layout = self.spec.layout
-        flat = slots.clamp(min=0).reshape(-1)
-        rows = self._rows[self._split(flat)] if self._flat is None else self._flat.index_select(0, self._flat_rows(flat))
-        values = rows.float() if layout.grid is None else codec.decode(layout, rows, self._scales[self._split(flat)])
-        return values.view(*slots.shape, layout.dim)
+        layout, slots = self.spec.layout, slots.clamp(min=0)
+        rows = self._rows[self._split(slots)] if self._flat is None else F.embedding(self._flat_rows(slots), self._flat)
+        if layout.grid is None:
+            return rows.float()
+        scales = self._scales[self._split(slots)]
+        return codec.decode(layout, rows.flatten(0, -2), scales.flatten(0, -2)).view(*slots.shape, layout.dim)
 
     def write(self, slots: Tensor, values: Tensor) -> None:
         """slots int [n], -1 where the row is not stored; values [n, dim]."""
@@ -581,10 +591,10 @@ class RecordView:
 
     def _split(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         entries = self.spec.entries_per_page
-        return slots // entries, slots % entries
+        return torch.floor_divide(slots, entries), slots % entries
 
     def _flat_rows(self, slots: Tensor) -> Tensor:
         entries = self.spec.entries_per_page
         if self._page_rows == entries:
             return slots
-        return slots + slots // entries * (self._page_rows - entries)
+        return torch.add(slots, torch.floor_divide(slots, entries), alpha=self._page_rows - entries)

@@ -64,6 +64,8 @@ class Prefill:
     peak_bytes: int | None  # of memory on a GPU while it ran, weights and caches included
     breakdown_ms: dict[str, float]  # of the middle chunk, by op
     kernels_ms: dict[str, float]  # and on a GPU by kernel
+    busy_ms: float  # of the middle chunk, during which a kernel ran
+    profiled_ms: float  # that chunk in all: what busy_ms falls short of it is what a graph could save
     share: dict[str, float]  # op -> part of its time in the middle chunk that its operations would take at the ceiling
 
     @property
@@ -183,6 +185,8 @@ def measure_prefill(engine: Engine, tokens: int, ceilings: Ceilings) -> Prefill 
         peak_bytes=peak,
         breakdown_ms=_milliseconds(found[0].by_op, 1),
         kernels_ms=_milliseconds(found[0].by_kernel, 1),
+        busy_ms=found[0].busy * 1e3,
+        profiled_ms=found[0].total * 1e3,
         share={op: flops[op] / _ceiling(op, ceilings) / spent[op] for op in flops if spent[op]},
     )
 

@@ -8,10 +8,7 @@ from torch import Tensor
 from abyssal.config import ModelConfig
 from abyssal.model.weights import Weights
 from abyssal.ops._select import Ops
-from abyssal.ops.engram import engram, engram_in_tiles
-from abyssal.ops.linear import LinearWeight, dequantize
-
-ROW_BLOCK = (1, 32)  # rows, columns of the table that share a scale
+from abyssal.ops.engram import row_values
 
 
 class Engram:
@@ -20,20 +17,21 @@ class Engram:
     def __init__(self, weights: Weights, config: ModelConfig, index: int, dtype: torch.dtype, ops: Ops) -> None:
         self.index, self.rms_eps, self.dtype, self.ops = index, config.rms_eps, dtype, ops
         self.streams, self.hidden = config.hc_mult, config.hidden_size
-        self.add = engram_in_tiles if ops.batch_invariant else engram
         self.table = weights.rows("embed")
+        self.readable = ops.prepare_table(self.table)  # None: only the host can read it
         self.wkv = ops.prepare_linear(weights.linear("wkv"))
         self.weight = weights.tensor("q_weight") * weights.tensor("k_weight")  # [S, D]
 
     def read(self, engram_rows: Tensor, device: torch.device) -> Tensor:
         """The step's table rows, in one gather: `Batch.engram_rows` -> [T, columns * head_dim] on `device`."""
         rows = engram_rows[self.index]  # [T, columns]
+        if self.readable is not None:
+            return self.ops.table_rows(rows.to(device), self.readable, self.dtype)
         codes, scales = self.table.gather(rows)
-        stored = LinearWeight(codes.to(device), scales.to(device), "fp8", ROW_BLOCK, None)
-        return dequantize(stored, self.dtype).view(len(rows), -1)
+        return row_values(codes.to(device), scales.to(device), self.dtype).view(len(rows), -1)
 
     def __call__(self, streams: Tensor, rows: Tensor) -> Tensor:
         """streams [T, S, D], rows of `read` -> [T, S, D]."""
         kv, *_ = self.ops.linear(rows, self.wkv)  # [T, (S + 1) D]
         key, value = kv.split([self.streams * self.hidden, self.hidden], dim=1)
-        return self.add(streams, key.unflatten(1, (self.streams, -1)), value, self.weight, self.rms_eps)
+        return self.ops.engram(streams, key.unflatten(1, (self.streams, -1)), value, self.weight, self.rms_eps)

@@ -105,6 +105,8 @@ class Model:
         self.comm = comm
         self.embedding = weights.tensor("embed.weight")
         self.blocks = [Block(weights.below(f"layers.{i}"), config, i, dtype, ops, comm) for i in range(config.num_layers)]
+        self._engrams = {i: block.engram for i, block in enumerate(self.blocks) if block.engram is not None}
+        self.reads_tables = all(engram.readable is not None for engram in self._engrams.values())  # without the host
         self.hc_head = None
         if config.layers[-1].hc_order == "own":
             self.hc_head = ops.mix_weights(weights.mix("hc_head", config.hc_mult))
@@ -120,12 +122,14 @@ class Model:
 
     @torch.inference_mode()
     def read_tables(self, engram_rows: Tensor | None) -> dict[int, Tensor]:
-        """Layer -> what its n-gram table holds for the tokens of a step, on the model's device; `Batch.engram_rows` name the rows."""
-        engrams = {i: block.engram for i, block in enumerate(self.blocks) if block.engram is not None}
-        if not engrams:
+        """Layer -> what its n-gram table holds for the tokens of a step, on the model's device.
+
+        `engram_rows`: as in `Batch`; on the device too where `reads_tables`.
+        """
+        if not self._engrams:
             return {}
-        assert engram_rows is not None, "the batch was built without the n-gram hash"
-        return {i: engram.read(engram_rows, self.embedding.device) for i, engram in engrams.items()}
+        assert engram_rows is not None, "the step was built without the n-gram hash"
+        return {i: engram.read(engram_rows, self.embedding.device) for i, engram in self._engrams.items()}
 
     @torch.inference_mode()
     def compute(self, batch: Batch, cache: KVCache, rows: dict[int, Tensor], after_layer: AfterLayer | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from abyssal.checkpoint.rows import RowTable
 from abyssal.config import LayerPlan, ModelConfig
 from abyssal.errors import ConfigError
 from abyssal.kv.batch import Batch, CompressFacts, QueryLists, Span, StoreFacts
@@ -21,6 +22,7 @@ from abyssal.ops._select import Query, Selection, decides, publishes
 from abyssal.ops.compress.triton import Pages, compress
 from abyssal.ops.decode_facts import Plan
 from abyssal.ops.decode_facts.triton import decode_facts
+from abyssal.ops.engram.triton import SharedTable, engram, share_table, table_rows
 from abyssal.ops.hyper_connection import MixWeights, Site
 from abyssal.ops.hyper_connection import triton as hc
 from abyssal.ops.index_query.triton import index_query
@@ -101,7 +103,7 @@ class KernelOps:
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrivals = torch.zeros(SPREAD_PROGRAMS, dtype=torch.int32, device=device)  # of programs that choose for one query
         mode = "; batch-invariant" if batch_invariant else ""
-        log.info("ops: Gluon %s; PyTorch engram; all others Triton%s", ", ".join(gluon) or "none", mode)
+        log.info("ops: Gluon %s; all others Triton%s", ", ".join(gluon) or "none", mode)
 
     def _reserve(self, tokens: int) -> None:
         """Memory through which the programs of a `site` hand their sums over."""
@@ -279,6 +281,15 @@ class KernelOps:
     ) -> tuple[Any, ...]:
         codes = reader is not None and products.takes_codes(len(pairs[0][0]), reader, batch_invariant=self.batch_invariant)
         return rms_norm(*pairs, eps=eps, tile=reader.groups[0].tile if reader is not None and codes else None)
+
+    def prepare_table(self, table: RowTable) -> SharedTable | None:
+        return None if table.held is None else share_table(*table.held, self.device)
+
+    def table_rows(self, rows: Tensor, prepared: SharedTable, dtype: torch.dtype) -> Tensor:
+        return table_rows(prepared, rows, dtype)
+
+    def engram(self, streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return engram(streams, key, value, weight, eps)
 
     def mix_weights(self, weights: MixWeights) -> hc.KernelWeights:
         return hc.KernelWeights.prepare(weights)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from abyssal.checkpoint.rows import RowTable
 from abyssal.config import LayerPlan, ModelConfig
 from abyssal.kv.batch import Batch, CompressFacts, QueryGroup, StoreFacts
 from abyssal.kv.layouts import Grid
@@ -19,9 +20,10 @@ from abyssal.ops import hyper_connection as hc
 from abyssal.ops._select import Query, Selection, decides, publishes
 from abyssal.ops.compress import compress, store_entries
 from abyssal.ops.decode_facts import Plan, decode_facts
+from abyssal.ops.engram import engram
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
-from abyssal.ops.linear import LinearWeight, linear, linear_grouped
+from abyssal.ops.linear import LinearWeight, laid_out, linear, linear_grouped
 from abyssal.ops.moe import ExpertLayer, choice_outputs, choice_sum, expert_layer, moe, route, shared_expert
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.output_quant import output_quant
@@ -119,20 +121,27 @@ class ReferenceOps:
         self, q: Tensor, plan: LayerPlan, batch: Batch, cache: KVCache, selection: Selection, sink: Tensor, scale: float
     ) -> Tensor:
         chosen = selection.entries if plan.selection == "topk" else [None] * len(batch.groups)
+        window, records = cache.views["window"], cache.views.get(f"c{plan.ratio}")
         out = []
         for group, indices in zip(batch.groups, chosen, strict=True):  # in the order of their tokens
-            window = cache.views["window"].read(group.window_slots[plan.layer])
-            entries, hidden = _entries(plan, group, indices, batch, cache)
+            slots, hidden = group.window_slots[plan.layer], group.window_hidden
+            entries = entries_hidden = None
+            if records is not None and group.max_visible[plan.ratio]:
+                entry_slots, entries_hidden = _entries(plan, group, indices, batch, records)
+                if entry_slots.dim() == 2 and records.lies_with(window):  # one gather, one set of keys
+                    slots, hidden = torch.cat([slots, entry_slots], dim=1), torch.cat([hidden, entries_hidden], dim=-1)
+                else:
+                    entries = records.read(entry_slots)
             rows = q[group.rows].view(*group.shape, *q.shape[1:])
-            out.append(sparse_attention(rows, window, group.window_hidden, entries, hidden, sink, scale).flatten(0, 1))
-        return torch.cat(out)
+            out.append(sparse_attention(rows, window.read(slots), hidden, entries, entries_hidden, sink, scale).flatten(0, 1))
+        return torch.cat(out) if len(out) > 1 else out[0]
 
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> _Projections:
         sizes = [weight.shape[0] for weight in weights]
         matrices = [w if isinstance(w, Tensor) else w.data for w in weights if isinstance(w, Tensor) or w.format == "plain"]
         if len(matrices) == len(weights) > 1 and all(m.dtype == torch.float32 for m in matrices):
-            return _Projections((torch.cat(matrices),), sizes)
-        return _Projections(weights, sizes)
+            return _Projections((laid_out(torch.cat(matrices)),), sizes)
+        return _Projections(tuple(laid_out(w) if isinstance(w, Tensor) else w.laid_out() for w in weights), sizes)
 
     def linear(self, x: Any, prepared: _Projections) -> Sequence[Tensor]:
         out = [F.linear(x.float(), w) if isinstance(w, Tensor) else linear(x, w) for w in prepared.weights]
@@ -171,8 +180,20 @@ class ReferenceOps:
     def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return hc.expand(streams, out, post, comb)
 
+    def prepare_table(self, table: RowTable) -> None:
+        return None
+
+    def table_rows(self, rows: Tensor, prepared: None, dtype: torch.dtype) -> Tensor:
+        raise AssertionError("the host reads the rows")
+
+    def engram(self, streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return engram(streams, key, value, weight, eps)
+
     def prepare_experts(self, layer: ExpertLayer) -> ExpertLayer:
-        return layer
+        return replace(
+            layer,
+            **{n: getattr(layer, n).laid_out() for n in ("w13", "w2", "shared_w1", "shared_w3", "shared_w2")},
+        )
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: ExpertLayer) -> Tensor:
         return expert_layer(x, token_ids, experts)
@@ -195,16 +216,15 @@ class ReferenceOps:
 
 
 def _entries(
-    plan: LayerPlan, group: QueryGroup, chosen: Tensor | None, batch: Batch, cache: KVCache
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Compressed entries and from whom they are hidden: all visible ones [n, N, d], or the chosen ones [n, b, K, d]."""
-    if plan.kv_source is None or group.max_visible[plan.ratio] == 0:
-        return None, None
-    records = cache.views[f"c{plan.ratio}"]
+    plan: LayerPlan, group: QueryGroup, chosen: Tensor | None, batch: Batch, records: RecordView
+) -> tuple[Tensor, Tensor]:
+    """Slots of compressed entries and from whom they are hidden, [n, b, N or K]: all visible ones [n, N], shared by the queries of a
+    sequence as are those of an only query, or the chosen ones [n, b, K]."""
+    assert plan.kv_source is not None, f"layer {plan.layer} reads no compressed entries"
     slots = batch.entry_slots(records.spec, plan.kv_source, group)  # [n, N]
     if chosen is None:
         index = torch.arange(slots.shape[1], device=slots.device)
-        return records.read(slots), index >= group.visible[plan.ratio].unsqueeze(-1)
+        return slots, index >= group.visible[plan.ratio].unsqueeze(-1)
     hidden = chosen < 0
-    flat = slots.gather(1, chosen.clamp(min=0).flatten(1).long()).view_as(chosen)
-    return records.read(flat.masked_fill_(hidden, -1)), hidden
+    flat = slots.gather(1, chosen.clamp(min=0).flatten(1).long()).masked_fill_(hidden.flatten(1), -1)
+    return flat if chosen.shape[1] == 1 else flat.view_as(chosen), hidden

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from abyssal.checkpoint.rows import RowTable
 from abyssal.config import EngineConfig, Gpu, LayerPlan, ModelConfig
 from abyssal.kv.batch import Batch, CompressFacts, StoreFacts
 from abyssal.kv.layouts import Grid
@@ -107,6 +108,15 @@ class Ops(Protocol):
 
     def rms_norm(self, *pairs: tuple[Tensor, Tensor], eps: float, reader: Any = None) -> tuple[Any, ...]:
         """One or two pairs of x [T, D_i] and weight fp32 [D_i] -> the normalised tensors, the first as `linear` of `reader` takes it."""
+
+    def prepare_table(self, table: RowTable) -> Any:
+        """A table of n-gram rows as `table_rows` reads it; None: only the host can read it."""
+
+    def table_rows(self, rows: Tensor, prepared: Any, dtype: torch.dtype) -> Tensor:
+        """Values of the table's rows int64 [T, n] -> [T, n C]."""
+
+    def engram(self, streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """streams [T, S, D], key [T, S, D], value [T, D], weight fp32 [S, D] -> [T, S, D]."""
 
     def mix_weights(self, weights: MixWeights) -> Any:
         """The weights of a mixing site as `site` takes them."""

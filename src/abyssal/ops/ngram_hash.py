@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from tokenizers import Regex, normalizers
+from torch import Tensor
 
 from abyssal.config import EngramConfig
 from abyssal.errors import ConfigError
@@ -29,34 +31,39 @@ _NORMAL_FORM = normalizers.Sequence(
 
 @dataclass(frozen=True, slots=True)
 class NgramHash:
-    """Constants of the hash. L engram layers, N the largest n-gram, Hd heads per n-gram size."""
+    """Constants of the hash, int64. L engram layers, N the largest n-gram, Hd heads per n-gram size."""
 
-    token_map: np.ndarray  # int64 [vocabulary], token id -> compressed id
+    token_map: Tensor  # [vocabulary], token id -> compressed id
     pad: int  # compressed id in place of ids before the sequence
-    multipliers: np.ndarray  # int64 [L, N]
-    primes: np.ndarray  # int64 [L, N - 1, Hd]
-    offsets: np.ndarray  # int64 [L, N - 1, Hd], first table row of each bucket
+    multipliers: Tensor  # [L, N]
+    primes: Tensor  # [L, N - 1, Hd]
+    offsets: Tensor  # [L, N - 1, Hd], first table row of each bucket
 
     @property
     def history(self) -> int:
         """Ids before a token that its rows depend on."""
         return self.multipliers.shape[1] - 1
 
-    def rows(self, before: list[int], token_ids: list[int]) -> np.ndarray:
-        """Table rows int64 [L, T, (N - 1) Hd] of `token_ids` [T], sizes outside, heads inside.
+    def to(self, device: torch.device) -> NgramHash:
+        token_map, multipliers, primes, offsets = (
+            part.to(device) for part in (self.token_map, self.multipliers, self.primes, self.offsets)
+        )
+        return NgramHash(token_map, self.pad, multipliers, primes, offsets)
 
-        `before` holds the last `history` ids in front of them, fewer only where the sequence begins.
+    def rows(self, recent: Tensor) -> Tensor:
+        """Table rows int64 [L, T, (N - 1) Hd] of T tokens, sizes outside, heads inside.
+
+        Args:
+            recent: int64 [T, N], a token's id and those before it, the latest first; -1 in front of the sequence.
         """
-        reach, count = self.history, len(token_ids)
-        mapped = self.token_map[np.array([*before, *token_ids], np.int64)]
-        mapped = np.concatenate([np.full(reach - len(before), self.pad), mapped])
-        rows = np.empty((len(self.multipliers), count, *self.primes.shape[1:]), np.int64)
-        for layer, multipliers in enumerate(self.multipliers):
-            mixed = mapped[reach:] * multipliers[0]  # [T]; below 2^63, so nothing overflows
-            for back in range(1, reach + 1):
-                mixed = mixed ^ (mapped[reach - back : reach - back + count] * multipliers[back])
-                rows[layer, :, back - 1] = mixed[:, None] % self.primes[layer, back - 1] + self.offsets[layer, back - 1]
-        return rows.reshape(*rows.shape[:2], -1)
+        mapped = self.token_map[recent.clamp(min=0)].masked_fill(recent < 0, self.pad)
+        mixed, *products = (mapped * self.multipliers.unsqueeze(1)).unbind(-1)  # [L, T]; below 2^63, so nothing overflows
+        hashes = []
+        for product in products:
+            mixed = mixed ^ product
+            hashes.append(mixed)
+        buckets = torch.stack(hashes, dim=-1).unsqueeze(-1) % self.primes.unsqueeze(1)  # [L, T, N - 1, Hd]
+        return (buckets + self.offsets.unsqueeze(1)).flatten(2)
 
 
 def ngram_hash(config: EngramConfig, tokens: Iterable[tuple[str, str]]) -> NgramHash:
@@ -84,7 +91,8 @@ def ngram_hash(config: EngramConfig, tokens: Iterable[tuple[str, str]]) -> Ngram
             )
     ends = primes.reshape(len(primes), -1).cumsum(1)
     offsets = (ends - primes.reshape(len(primes), -1)).reshape(primes.shape)
-    return NgramHash(ids, int(ids[config.pad_token_id]), hash_multipliers(config), primes, offsets)
+    constants = map(torch.from_numpy, (hash_multipliers(config), primes, offsets))
+    return NgramHash(torch.from_numpy(ids), int(ids[config.pad_token_id]), *constants)
 
 
 def token_map(tokens: Iterable[tuple[str, str]]) -> np.ndarray:

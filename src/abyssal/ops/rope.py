@@ -35,13 +35,16 @@ def rope_frequencies(rope: RopeConfig) -> Tensor:
 
 def rope_table(positions: Tensor, rope: RopeConfig) -> Tensor:
     """positions int [n] -> complex64 [n, dim / 2], cos + i sin of the fp32 products position * frequency."""
-    angles = positions.float()[:, None] * rope_frequencies(rope).to(positions.device)
-    return torch.polar(torch.ones_like(angles), angles)
+    return torch.polar(_one(positions.device), torch.outer(positions.float(), rope_frequencies(rope).to(positions.device)))
+
+
+@lru_cache(maxsize=8)
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """x fp32 [..., d], rotated in place on its last 2 * table.shape[-1] values; table complex64, broadcast against x's pairs."""
     width = 2 * table.shape[-1]
-    tail = x.narrow(-1, x.shape[-1] - width, width)
-    torch.view_as_complex(tail.view(*tail.shape[:-1], -1, 2)).mul_(table)
+    x.narrow(-1, -width, width).view(table.dtype).mul_(table)
     return x

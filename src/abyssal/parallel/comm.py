@@ -12,6 +12,7 @@ from abyssal.parallel.mesh import ONE_RANK, Mesh
 # x [n, D], chosen experts int [n, k], weights fp32 [n, k], number of this rank's first expert -> [n, ...] of this rank's experts, terms of
 # a sum over ranks
 LocalExperts = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+Shape = tuple[int, int]  # of a step of one token per sequence (`engine.decoder`): rows, and tokens per sequence at most
 
 
 class Comm:
@@ -43,11 +44,20 @@ class Comm:
         """
         return local(x, experts, weights, 0)
 
-    def enter(self, num_tokens: int) -> None:
-        """A step of `num_tokens` begins on this rank; returns when all ranks that share its experts have entered."""
+    def enter(self, num_tokens: int, shape: Shape | None = None) -> Shape | None:
+        """A step of `num_tokens`, of `shape` if it has one, begins on this rank; returns when all ranks that share its experts have entered.
 
-    def idle(self, take_part: Callable[[], None]) -> bool:
-        """A step without tokens on this rank: `take_part` computes its experts, if any other rank that shares them has tokens.
+        Returns:
+            The shape in which all of them compute this step, the largest of theirs; None: one of them has a step of no shape, and each
+            computes its own.
+        """
+        return shape
+
+    def idle(self, take_part: Callable[[Shape | None], None]) -> bool:
+        """A step without tokens on this rank, which takes any shape.
+
+        Args:
+            take_part: computes the experts of this rank in the shape that the others agreed on, if any of them has tokens.
 
         Returns:
             Whether all of them are idle and know of the same requests: the next one is then told to each, so that each may wait.

@@ -13,11 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from abyssal.parallel.comm import Comm, LocalExperts
+from abyssal.parallel.comm import Comm, LocalExperts, Shape
 from abyssal.parallel.mesh import Mesh
 
 FOREVER = timedelta(days=365)  # an idle rank waits for the next request as long as it takes; one that ends closes its connections
 HEADER = 4096  # bytes of `share` that travel with the length
+NO_SHAPE: Shape = (-1, -1)
+ANY_SHAPE: Shape = (0, 0)
 
 
 class RankComm(Comm):
@@ -80,7 +82,7 @@ class RankComm(Comm):
 
         if not self.mesh.in_step:
             return local(x, experts, weights, first)
-        rows = self._rows(len(x))
+        rows = self._rows(len(x), self.mesh.tp_rank)
         given = exchange(
             x[rows],
             experts[rows],
@@ -95,36 +97,41 @@ class RankComm(Comm):
         out[rows] = given
         return out
 
-    def _rows(self, num_tokens: int) -> slice:
-        """Of a replica's tokens those that this one of its ranks gives to the experts."""
-        tp, index = self.mesh.tp, self.mesh.tp_rank
-        return slice(num_tokens * index // tp, num_tokens * (index + 1) // tp)
+    def _rows(self, num_tokens: int, tp_rank: int) -> slice:
+        """Of a replica's tokens those that one of its ranks gives to the experts."""
+        tp = self.mesh.tp
+        return slice(num_tokens * tp_rank // tp, num_tokens * (tp_rank + 1) // tp)
 
     # Steps
 
-    def enter(self, num_tokens: int) -> None:
-        if self.mesh.in_step:
-            rows = self._rows(num_tokens)
-            self._meet(rows.stop - rows.start)
+    def enter(self, num_tokens: int, shape: Shape | None = None) -> Shape | None:
+        if not self.mesh.in_step:
+            return shape
+        common, _ = self._meet(num_tokens, shape or NO_SHAPE)
+        return common
 
-    def idle(self, take_part: Callable[[], None]) -> bool:
+    def idle(self, take_part: Callable[[Shape | None], None]) -> bool:
         if not self.mesh.in_step:
             self.all_stopping = self.stopping
             return True
-        known = self._meet(0)
+        common, known = self._meet(0, ANY_SHAPE)
         if any(self._counts):
-            take_part()
+            take_part(common)
             return False
         return len(known) == 1
 
-    def _meet(self, num_rows: int) -> set[int]:
-        """Exchange how many rows each gives; what each knows of requests."""
-        mine = torch.tensor([num_rows, self.num_requests, self.stopping])
+    def _meet(self, num_tokens: int, shape: Shape) -> tuple[Shape | None, set[int]]:
+        """Exchange what each replica computes in this step: the shape common to all, if there is one; what each knows of requests."""
+        mine = torch.tensor([num_tokens, *shape, self.num_requests, self.stopping])
         parts = [torch.empty_like(mine) for _ in range(self.mesh.ep)]
         dist.all_gather(parts, mine, group=self._ep_control)
-        self._counts, requests, stops = (list(column) for column in zip(*(part.tolist() for part in parts), strict=True))
+        tokens, rows, capacities, requests, stops = zip(*(part.tolist() for part in parts), strict=True)
+        common = (max(rows), max(capacities)) if NO_SHAPE[0] not in rows else None
+        given = tokens if common is None else [common[0]] * self.mesh.ep
+        slices = [self._rows(count, rank % self.mesh.tp) for rank, count in enumerate(given)]
+        self._counts = [part.stop - part.start for part in slices]
         self.all_stopping = all(stops)
-        return set(requests)
+        return common, set(requests)
 
     # Facts of a replica
 

@@ -128,7 +128,7 @@ class RankInbox:
     def take(self, engine: Engine) -> list[wire.Command] | None:
         comm = self._comm
         busy = engine.has_unfinished()
-        quiet = not busy and comm.idle(engine.runner.model.idle)
+        quiet = not busy and comm.idle(engine.runner.idle)
         messages = drain(self._socket, None if quiet else 0) if comm.mesh.leads else []
         told, messages = _SHARED.decode(comm.share(wire.encode((self._told, messages))))
         if told != self._told:
@@ -139,7 +139,7 @@ class RankInbox:
         if not comm.stopping:
             return commands
         while not comm.all_stopping:
-            comm.idle(engine.runner.model.idle)
+            comm.idle(engine.runner.idle)
         return None
 
     def note(self, updates: list[RequestUpdate]) -> None:

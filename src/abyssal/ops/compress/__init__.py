@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.kv.batch import CompressFacts, StoreFacts
@@ -53,14 +55,14 @@ def compress(
         else:
             before = _carried_sums(sums, facts.carried_sums[sums.spec.name][layer_row])
             complete, still_open = accumulate(available, facts.sources, before).tensor_split([facts.num_entries])
-            pooled = complete[:, 2] / complete[:, 1]
+            pooled = complete[:, 2] / complete[:, 1]  # [E, D]
             sums.write(facts.sum_slots[sums.spec.name][layer_row], still_open.flatten(1))
     latent = rows.new_empty(0, len(norm), dtype=dtype)
     if facts.num_entries:
         latent = rms_norm(pooled.to(dtype), norm, eps)
         store_entries(latent, facts, entries, layer_row, rotate_keys)
     if state is not None and store is not None:
-        state.write(store.slots[layer_row], rows.index_select(0, store.rows))
+        state.write(store.slots[layer_row], store.of(rows))
     return latent
 
 
@@ -74,15 +76,23 @@ def store_entries(latent: Tensor, facts: CompressFacts, entries: RecordView, lay
 
 def pool(rows: Tensor, sources: Tensor, overlap: bool) -> Tensor:
     """rows fp32 [R, 2 c D], sources [E, slots] -> per-channel softmax pooling over the slots, fp32 [E, D]."""
-    values, scores = rows.chunk(2, dim=1)  # [R, c D] each
-    if overlap:
-        group = sources.shape[1] // 2
-        (early, late), (early_s, late_s) = values.chunk(2, dim=1), scores.chunk(2, dim=1)
-        values = torch.cat([early[sources[:, :group]], late[sources[:, group:]]], dim=1)  # [E, slots, D]
-        scores = torch.cat([early_s[sources[:, :group]], late_s[sources[:, group:]]], dim=1)
-    else:
-        values, scores = values[sources], scores[sources]
+    values, scores = _gather(rows, sources, overlap)
     return (values * scores.softmax(dim=1)).sum(dim=1)
+
+
+def _gather(rows: Tensor, sources: Tensor, overlap: bool) -> Sequence[Tensor]:
+    """rows fp32 [R, 2 c D], sources [G, slots] -> values and scores [G, slots, D] each, by one lookup among the 2 c parts of rows."""
+    parts = _parts(sources.shape[1], overlap, rows.device)
+    per_row = 4 if overlap else 2
+    index = torch.add(parts, sources.unsqueeze(1), alpha=per_row)  # [G, 2, slots]
+    return F.embedding(index, rows.view(-1, rows.shape[1] // per_row)).unbind(1)
+
+
+@lru_cache(maxsize=16)
+def _parts(slots: int, overlap: bool, device: torch.device) -> Tensor:
+    """int64 [2, slots]: which part of its row is a slot's value, and which its score; with overlap early slots take the first halves."""
+    own = torch.arange(slots, device=device) * 2 // slots if overlap else torch.zeros(slots, dtype=torch.int64, device=device)
+    return torch.stack([own, own + (2 if overlap else 1)])
 
 
 def accumulate(rows: Tensor, sources: Tensor, before: Tensor) -> Tensor:
@@ -96,11 +106,12 @@ def accumulate(rows: Tensor, sources: Tensor, before: Tensor) -> Tensor:
     Returns:
         fp32 [G, 3, D].
     """
-    values, scores = (part[sources] for part in rows.chunk(2, dim=1))  # [G, slots, D] each
-    m = torch.maximum(scores.amax(1), before[:, 0])  # [G, D]
-    weights, kept = (scores - m.unsqueeze(1)).exp(), (before[:, 0] - m).exp()
-    s = weights.sum(1) + kept * before[:, 1]
-    v = (weights * values).sum(1) + kept * before[:, 2]
+    values, scores = _gather(rows, sources, overlap=False)  # [G, slots, D] each
+    m_before, s_before, v_before = before.unbind(1)
+    m = torch.maximum(scores.amax(1), m_before)  # [G, D]
+    weights, kept = (scores - m.unsqueeze(1)).exp_(), (m_before - m).exp_()
+    s = torch.addcmul(weights.sum(1), kept, s_before)
+    v = torch.addcmul((weights * values).sum(1), kept, v_before)
     return torch.stack([m, s, v], dim=1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +37,8 @@ def expert_layer(x: Tensor, token_ids: Tensor, layer: ExpertLayer) -> Tensor:
     """Routed experts plus the shared one: x [T, D], normalised, and token_ids [T] -> [T, D] in x's dtype."""
     ids = None if layer.tid2eid is None else layer.tid2eid[token_ids]
     experts, weights = route(x, layer.gate, layer.bias, ids, layer.k, layer.scale, layer.temperature)
-    outputs = choice_outputs(x, experts, weights, layer.w13, layer.w2, layer.limit)
-    return choice_sum(outputs, shared_expert(x, layer))
+    shared = shared_expert(x, layer).float()
+    return _add_outputs(shared, x, experts, weights, layer.w13, layer.w2, layer.limit, 0).to(x.dtype)
 
 
 def shared_expert(x: Tensor, layer: ExpertLayer) -> Tensor:
@@ -59,24 +60,42 @@ def route(
     Returns:
         experts int64 [T, k] and weights fp32 [T, k] = score / (sum of the chosen scores + 1e-20) * scale.
     """
-    scores = F.softplus(F.linear(x.float(), gate) / temperature).sqrt()  # [T, E]
+    logits = F.linear(x.float(), gate)
+    scores = F.softplus(logits if temperature == 1 else logits / temperature).sqrt_()  # [T, E]
     if expert_ids is None:
         assert bias is not None, "layers that choose by score have a bias"
-        biased = scores + bias
-        expert_ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    chosen = scores.gather(1, expert_ids.long())
-    return expert_ids.long(), chosen / (chosen.sum(-1, keepdim=True) + SUM_FLOOR) * scale
+        _, best = torch.sort(scores + bias, dim=-1, descending=True, stable=True)
+        expert_ids = best.narrow(1, 0, k)
+    expert_ids = expert_ids.long()
+    chosen = scores.gather(1, expert_ids)
+    ones, floor = _sum_of(k, scale, x.device)
+    return expert_ids, chosen.div_(F.linear(chosen, ones, floor))
+
+
+@lru_cache(maxsize=8)
+def _sum_of(k: int, scale: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """As weight [1, k] and bias [1] of a linear layer: (sum of k values + 1e-20) / scale."""
+    return torch.full((1, k), 1 / scale, device=device), torch.full((1,), SUM_FLOOR / scale, device=device)
 
 
 def swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype) -> Tensor:
     """silu(min(gate, limit)) clamp(up, -limit, limit) weight, in fp32, rounded to `dtype`; weight fp32 [n, 1] or None."""
-    act = F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
-    return (act if weight is None else act * weight).to(dtype)
+    act = F.silu(gate.float().clamp(max=limit)).mul_(up.float().clamp(-limit, limit))
+    act = act if weight is None else act.mul_(weight)
+    return act if act.dtype == dtype else act.to(dtype)
 
 
 def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float, first: int = 0) -> Tensor:
     """Sum of the chosen experts' outputs, fp32 [T, D]; arguments as of `choice_outputs`."""
-    return choice_outputs(x, experts, weights, w13, w2, limit, first).sum(1, dtype=torch.float32)
+    return _add_outputs(torch.zeros(x.shape, device=x.device), x, experts, weights, w13, w2, limit, first)
+
+
+def _add_outputs(
+    total: Tensor, x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float, first: int
+) -> Tensor:
+    """Add to `total` fp32 [T, D] what the chosen experts give, in the order of the experts."""
+    _, tokens, outputs = _outputs_by_expert(x, experts, weights, w13, w2, limit, first)
+    return total.index_add_(0, tokens, outputs.float())
 
 
 def choice_sum(outputs: Tensor, shared: Tensor) -> Tensor:
@@ -91,18 +110,25 @@ def choice_outputs(
 
     w13 is stacked [E, 2 I, D] (gate rows, then up rows), w2 [E, D, I], of experts first .. first + E - 1; others give 0.
     """
-    tokens, k = experts.shape
-    chosen, order = experts.flatten().sort(stable=True)  # pairs of token and expert, by expert
+    order, _, outputs = _outputs_by_expert(x, experts, weights, w13, w2, limit, first)
+    return x.new_zeros(experts.numel(), x.shape[1]).index_copy_(0, order, outputs).view(*experts.shape, x.shape[1])
+
+
+def _outputs_by_expert(
+    x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The choices of these experts, by expert: indices [P] among all T k choices, their tokens [P], and outputs [P, D]."""
+    chosen, order = experts.flatten().sort(stable=True)
     counts = Counter(chosen.tolist())
     here = {expert - first: count for expert, count in counts.items() if first <= expert < first + len(w13.data)}
+    if not here:
+        return order[:0], order[:0], x.new_empty(0, x.shape[1])
     start = sum(count for expert, count in counts.items() if expert < first)
     order = order[start : start + sum(here.values())]
-    out = x.new_zeros(tokens * k, x.shape[1])
-    if here:
-        gate, up = _linear_by_expert(x.index_select(0, order // k), w13, here).chunk(2, dim=1)
-        hidden = swiglu(gate, up, weights.reshape(-1, 1).index_select(0, order), limit, x.dtype)
-        out.index_copy_(0, order, _linear_by_expert(hidden, w2, here))
-    return out.view(tokens, k, x.shape[1])
+    tokens = torch.floor_divide(order, experts.shape[1])
+    gate, up = _linear_by_expert(x.index_select(0, tokens), w13, here).chunk(2, dim=1)
+    hidden = swiglu(gate, up, weights.reshape(-1, 1).index_select(0, order), limit, x.dtype)
+    return order, tokens, _linear_by_expert(hidden, w2, here)
 
 
 def _linear_by_expert(x: Tensor, weight: LinearWeight, counts: dict[int, int]) -> Tensor:

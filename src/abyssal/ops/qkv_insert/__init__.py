@@ -29,5 +29,5 @@ def qkv_insert(
         q = rms_norm(q, None, eps)
     q = rotate(q.float(), rope.unsqueeze(1)).to(dtype=dtype)
     kv = rotate(kv.float(), rope).to(dtype=dtype)
-    window.write(store.slots[layer_row], kv.index_select(0, store.rows))
+    window.write(store.slots[layer_row], store.of(kv))
     return q

@@ -29,38 +29,21 @@ def sparse_attention(
         fp32 [n, b, H, D].
     """
     q = q.float() * scale
-    keys = [_Keys(window, window_hidden)]
-    if entries is not None and entry_hidden is not None:
-        keys.append(_Keys(entries, entry_hidden))
+    sets = (
+        [(window, window_hidden)]
+        if entries is None or entry_hidden is None
+        else [(window, window_hidden), (entries, entry_hidden)]
+    )
+    scores = [_products(q, rows.mT).masked_fill_(hidden.unsqueeze(2), -torch.inf) for rows, hidden in sets]  # [n, b, H, K] each
     sink_column = sink.unsqueeze(1).expand(*q.shape[:-1], 1)
-    scores = torch.cat([*(k.scores(q) for k in keys), sink_column], dim=-1)  # [n, b, H, K + 1]
-    parts = scores.softmax(-1).split_with_sizes([*(k.count for k in keys), 1], dim=-1)
-    out = keys[0].combine(parts[0])
-    for key, part in zip(keys[1:], parts[1:], strict=False):
-        out += key.combine(part)
-    return out
+    parts = torch.cat([*scores, sink_column], dim=-1).softmax(-1).split_with_sizes([*(s.shape[-1] for s in scores), 1], dim=-1)
+    out, *others = (_products(part, rows) for part, (rows, _) in zip(parts, sets, strict=False))
+    return out.add_(*others) if others else out
 
 
-class _Keys:
-    """One set of keys, either shared by all queries of a sequence or listed per query."""
-
-    def __init__(self, rows: Tensor, hidden: Tensor) -> None:
-        self.shared = rows.dim() == 3
-        self.rows = rows if self.shared else rows.flatten(0, 1)  # [n or n b, K, D]
-        self.hidden = hidden
-        self.count = rows.shape[-2]
-
-    def scores(self, q: Tensor) -> Tensor:
-        """q fp32 [n, b, H, D] -> [n, b, H, K], -inf where hidden."""
-        n, b, heads, _ = q.shape
-        dots = torch.bmm(self._fold(q), self.rows.transpose(1, 2)).view(n, b, heads, -1)
-        return dots.masked_fill_(self.hidden.unsqueeze(2), -torch.inf)
-
-    def combine(self, weights: Tensor) -> Tensor:
-        """weights [n, b, H, K] -> weighted sum of the rows [n, b, H, D]."""
-        n, b, heads, _ = weights.shape
-        return torch.bmm(self._fold(weights), self.rows).view(n, b, heads, -1)
-
-    def _fold(self, x: Tensor) -> Tensor:
-        """[n, b, H, X] -> [n, b H, X] for shared keys, [n b, H, X] for keys per query."""
-        return x.flatten(1, 2) if self.shared else x.flatten(0, 1)
+def _products(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [n, b, H, X] times matrices [n, X, Y] of a sequence or [n, b, X, Y] of a query -> [n, b, H, Y]."""
+    n, b, heads, _ = x.shape
+    if matrices.dim() == 4:
+        return torch.bmm(x.flatten(0, 1), matrices.flatten(0, 1)).view(n, b, heads, -1)
+    return torch.bmm(x.flatten(1, 2), matrices).view(n, b, heads, -1)

@@ -1,15 +1,20 @@
-"""Engram: n-gram table rows, gated by how well they fit, added to every stream (V4.1 spec 3.8)."""
+"""Engram: n-gram table rows, and how they are gated by how well they fit and added to every stream (V4.1 spec 3.8)."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from abyssal.ops.linear import LinearWeight, dequantize
 from abyssal.ops.norm import rms_norm
 
+SCALED = 32  # columns of a table row that share a scale
 GATE_FLOOR = 1e-6  # of |dot| under the square root
-TILE = 64  # tokens of `engram_in_tiles`
+
+
+def row_values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table as values: codes e4m3 [n, C], scales e8m0 as uint8 [n, C / 32] -> [n, C] in `dtype`; exact in bf16."""
+    return dequantize(LinearWeight(codes, scales, "fp8", (1, SCALED), None), dtype)
 
 
 def engram(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,16 +33,3 @@ def engram(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: flo
     dot = (rms_norm(h, None, eps) * weight * rms_norm(k, None, eps)).sum(-1) * h.shape[-1] ** -0.5  # [T, S]
     gate = torch.sigmoid(dot.abs().clamp(min=GATE_FLOOR).sqrt().copysign(dot))
     return (h + gate.unsqueeze(-1) * value.float().unsqueeze(1)).to(streams.dtype)
-
-
-def engram_in_tiles(streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`engram`, TILE tokens at a time, the last ones filled up: the order of PyTorch's sums follows the shape of its input."""
-    tiles = [
-        engram(_filled(h), _filled(k), _filled(v), weight, eps)
-        for h, k, v in zip(streams.split(TILE), key.split(TILE), value.split(TILE), strict=True)
-    ]
-    return torch.cat(tiles)[: len(streams)]
-
-
-def _filled(rows: Tensor) -> Tensor:
-    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, TILE - len(rows)))
