@@ -20,8 +20,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.ops._aot import AotCase
-from abyssal.ops._early import take_over
-from abyssal.ops._records import INTERPRETED, e4m3_tiles, e4m3_values, power_of_two, store_like, to_bf16, to_fp32
+from abyssal.ops._records import (
+    INTERPRETED,
+    e4m3_tiles,
+    e4m3_values,
+    early,
+    power_of_two,
+    store_like,
+    to_bf16,
+    to_fp32,
+    wait_for_inputs,
+)
 from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 
 WARPS = 4  # each sums its own quarter of the columns
@@ -166,11 +175,9 @@ class QuantisedInput:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def quantise_kernel(
-    x, x_stride, out, scales, num_rows, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr
-):
+def quantise_kernel(x, x_stride, out, scales, num_rows, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr):
     """Token t, WIDTH columns per program. CODES: codes uint8 and scales fp32 [K / TILE, num_rows], else the rounded values."""
-    take_over(EARLY)
+    wait_for_inputs()
     token = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     values = to_fp32(tl.load(x + token.to(tl.int64) * x_stride + column, mask=column < K, other=0.0))
@@ -208,7 +215,7 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
         return
     quantise_kernel[len(x), triton.cdiv(x.shape[1], WIDTH)](
         x, x.stride(0), out, scales, len(out), x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None,
-        EARLY=x.is_cuda, num_warps=1, launch_pdl=x.is_cuda,
+        num_warps=1, launch_pdl=early(len(x) * triton.cdiv(x.shape[1], WIDTH), x),
     )  # fmt: skip
 
 
@@ -279,7 +286,7 @@ def _product(
     x, x_stride, x_scales, x_scale_stride, data, scale, out, tile, t0, T, N, K, group_rows,
     BN: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-    ALIGNED: tl.constexpr, EARLY: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Rows BN of one weight for BT tokens.
 
@@ -303,7 +310,7 @@ def _product(
     t = tl.minimum(t0 + tl.arange(0, BT), T - 1).to(tl.int64)
     x += group * K
     acc = tl.zeros((WARPS if FP8 else B, BN, BT), tl.float32)
-    if EARLY:
+    if not INTERPRETED:
         gdc_wait()
     if TILE is not None:
         x_tile = group * tl.cdiv(K, TILE)
@@ -357,7 +364,7 @@ def few_tokens_kernel(
     data0, scale0, out0, N0, tiles0, data1, out1, N1, tiles1, data2, out2, N2,
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr, PARTS2: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNED: tl.constexpr, EARLY: tl.constexpr, WARPS: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Up to three groups of weights of one input; only the first may have scales, or a quantised input, `input0`.
@@ -369,20 +376,20 @@ def few_tokens_kernel(
     if tile < tiles0:
         _product(
             input0, input0_stride, scales0, scales0_stride, data0, scale0, out0, tile, t0, T, N0, K, group_rows,
-            BN0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN, ALIGNED, EARLY,
+            BN0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN, ALIGNED,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
                 x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K, N1,
-                BN1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN, False, EARLY,
+                BN1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN, False,
             )  # fmt: skip
         elif data2 is not None:
             _product(
                 x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K, N2,
-                BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False, EARLY,
+                BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False,
             )  # fmt: skip
-    if EARLY:
+    if not INTERPRETED:
         gdc_launch_dependents()  # not before, or what follows would take the place of programs that have not begun
 
 
@@ -426,7 +433,7 @@ def few_tokens(
         ROW_BLOCK=first.block and first.block[0], COLUMN_BLOCK=first.block and first.block[1],
         PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0,
         ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1,
-        EARLY=plain.is_cuda, WARPS=WARPS, COLUMNS=COLUMNS, num_warps=WARPS, num_stages=config.num_stages, launch_pdl=plain.is_cuda,
+        WARPS=WARPS, COLUMNS=COLUMNS, num_warps=WARPS, num_stages=config.num_stages, launch_pdl=early(sum(tiles) * token_tiles, plain),
     )  # fmt: skip
     return outs
 
@@ -667,7 +674,7 @@ def aot_cases() -> list[AotCase]:
         AotCase(
             f"quantise tile={tile} codes={codes}", quantise_kernel,
             {"x": "*bf16", "x_stride": "i32", "out": "*u8" if codes else "*bf16", "scales": "*fp32", "num_rows": "i32", "K": "i32"},
-            {"TILE": tile, "WIDTH": WIDTH, "CODES": codes, "EARLY": True} | ({} if codes else {"scales": None}), num_warps=1,
+            {"TILE": tile, "WIDTH": WIDTH, "CODES": codes} | ({} if codes else {"scales": None}), num_warps=1,
             aligned=("x", "x_stride", "out", "K"),
         )
         for tile, codes in ((128, True), (32, False))
@@ -725,7 +732,7 @@ def _few_case(
     constants: dict[str, object] = {
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "TILE": block, "ROW_BLOCK": block,
         "COLUMN_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % STEP == 0, "ALIGNED": aligned_groups,
-        "EARLY": True, "WARPS": WARPS, "COLUMNS": COLUMNS,
+        "WARPS": WARPS, "COLUMNS": COLUMNS,
     }  # fmt: skip
     absent = ["scales0"] if block is None else []
     absent += ["scale0"] if block is None else []

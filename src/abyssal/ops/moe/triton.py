@@ -28,18 +28,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv.layouts import Grid
 from abyssal.ops._aot import BLACKWELL, HOPPER, AotCase
-from abyssal.ops._early import take_over
 from abyssal.ops._records import (
     INTERPRETED,
     e2m1_values,
     e4m3_codes,
     e4m3_values,
+    early,
     power_of_two,
     round_like,
     scale_tiles,
     store_like,
     to_bf16,
     to_fp32,
+    wait_for_inputs,
 )
 from abyssal.ops.linear import LinearWeight, dequantize
 from abyssal.ops.linear.triton import PreparedLinear, linear, prepare_linear
@@ -532,13 +533,12 @@ def moe_route(
     logits, logits_stride, bias, tid2eid, token_ids, x, experts, weights, inputs, scale, temperature,
     E: tl.constexpr, EP: tl.constexpr, CHOICES: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr, STEPS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (t, 0): experts int32 [T, k] and weights fp32 [T, k] of token t; program (t, 1 + p): WIDTH values, number p, of its input.
 
     A token id below 0 marks a row that only fills up the batch: its experts are -1. One warp each: nothing waits for other warps.
     """
-    take_over(EARLY)
+    wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) > 0:
         _store_input(x, inputs, token, tl.program_id(1) - 1, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
@@ -865,10 +865,11 @@ def route(x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfi
     weights = torch.empty(tokens, experts.k, dtype=torch.float32, device=x.device)
     inputs = torch.empty(tokens, experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
     constants = _input_constants(dim, experts.w13, config.up)
-    moe_route[(tokens, 1 + constants["DP"] // constants["WIDTH"])](
+    programs = tokens, 1 + constants["DP"] // constants["WIDTH"]
+    moe_route[programs](
         logits, logits.stride(0), experts.bias, experts.tid2eid, token_ids, x, chosen, weights, inputs, experts.scale,
         experts.temperature, E=experts.num_experts, EP=triton.next_power_of_2(experts.num_experts), CHOICES=experts.k,
-        **constants, EARLY=x.is_cuda, num_warps=1, launch_pdl=x.is_cuda,
+        **constants, num_warps=1, launch_pdl=early(math.prod(programs), x),
     )  # fmt: skip
     return Choice(chosen, weights, inputs)
 
@@ -1085,7 +1086,7 @@ def _routing_cases(name: str, sizes: tuple[int, int, int, int | None], format: s
     }  # fmt: skip
     constants: dict[str, Any] = {
         "E": experts, "EP": padded, "CHOICES": 6, "D": dim, "DP": dim, "WIDTH": 1024, "TILE": tile or 1, "FORMAT": format,
-        "quant": None if tile is None else Grid(dim, "e4m3", tile, "ue8m0"), "STEPS": False, "EARLY": True,
+        "quant": None if tile is None else Grid(dim, "e4m3", tile, "ue8m0"), "STEPS": False,
     }  # fmt: skip
     cases = []
     for kind, absent in (("scored", "tid2eid"), ("hashed", "bias")):
