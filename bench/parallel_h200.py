@@ -1,13 +1,15 @@
 """Several GPUs of one machine: tokens and logits against one GPU's, then decode speed of a slice of V4-Flash with experts shared out.
 
-    python -m bench.parallel_h200 [--gpus 2 4] [--device cuda] [--equality-only] [--slice-only] [--layers N] [--sequences N] [--json FILE]
+    python -m bench.parallel_h200 [--gpus 2 4] [--device cuda] [--equality-only] [--slice-only] [--alone 2] [--layers N] [--sequences N]
+        [--json FILE]
 
 Every rank is a process that steps an engine of its own, as the ranks of a server do. `equality`: tiny-v4 with dp and ep, and with tp, against
 one GPU. With dp and ep in batch-invariant mode all greedy tokens must be equal. By teacher forcing: float32 logits may differ as sums in
 another order do; the mean KL divergence of bfloat16 stands beside that of one GPU with the prompts in smaller chunks; and the same steps
 give the same bits again, or kernels and exchanges overlap that must not.
 `slice`: layers of the released size with random weights, a given number of sequences on each GPU; the share of communication is that of
-NCCL's kernels in a profiled step, waiting for other ranks included.
+NCCL's kernels in a profiled step, waiting for other ranks included. `--alone N` times one rank of N on one GPU: what it computes, with its
+messages going to itself, links and waiting aside.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from abyssal.cli.console import log_to_stderr
 from abyssal.config import EngineConfig
@@ -33,8 +37,9 @@ from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest, SamplingParams
 from abyssal.measure.breakdown import profile
 from abyssal.measure.ceilings import synchronised
-from abyssal.parallel.comm import ALONE, Comm
+from abyssal.parallel.comm import ALONE, Comm, LocalExperts
 from abyssal.parallel.mesh import Mesh
+from abyssal.parallel.ranks import RankComm, exchange
 
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 700, 64
 ROWS, CHUNK = 64, 100  # logits compared of each prompt; tokens of the smaller chunks
@@ -90,8 +95,6 @@ def _rank(
         torch.cuda.set_device(mesh.rank)
     comm: Comm = ALONE
     if mesh.size > 1:
-        from abyssal.parallel.ranks import RankComm
-
         comm = RankComm(mesh, Path(folder) / "ranks", cuda=device == "cuda")
     pipe.send(job(comm, device, *arguments))
     pipe.recv()  # until the parent kills this process: an early end would break what others still do
@@ -230,6 +233,25 @@ def slice_job(comm: Comm, device: str, folder: str, sequences: int, context: int
     }
 
 
+class OneOf(Comm):
+    """One rank of `ranks` by itself: its rows again, with other experts, stand for those of the others, and NCCL carries all to itself."""
+
+    def __init__(self, ranks: int, device: str) -> None:
+        self.mesh = Mesh(ranks, 1, ranks)
+        backend = {"cuda": "nccl", "cpu": "gloo"}[device]
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    def experts(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, local: LocalExperts) -> Tensor:
+        ranks, shift = self.mesh.ep, num_experts // 2 - 1
+        ids = torch.cat([torch.where(experts < 0, -1, (experts + shift * rank) % num_experts) for rank in range(ranks)])
+        rows, scales = x.repeat(ranks, 1), weights.repeat(ranks, 1)
+        return exchange(rows, ids, scales, [len(rows)], dist.group.WORLD, lambda *given: local(*given, 0))[: len(x)]
+
+
+def alone_job(comm: Comm, device: str, ranks: int, *arguments: Any) -> dict[str, Any]:
+    return slice_job(OneOf(ranks, device), device, *arguments)
+
+
 def _profiled(engine: Engine) -> tuple[float, float]:
     """Milliseconds of NCCL's kernels and of all kernels in a step."""
     found = profile(lambda: [engine.step() for _ in range(PROFILED)], engine.runner.device)
@@ -237,12 +259,12 @@ def _profiled(engine: Engine) -> tuple[float, float]:
     return times[0] / PROFILED * 1e3, times[1] / PROFILED * 1e3
 
 
-def measure_slice(gpus: list[int], device: str, layers: int, sequences: int, context: int) -> dict[str, Any]:
+def measure_slice(gpus: list[int], alone: list[int], device: str, layers: int, sequences: int, context: int) -> dict[str, Any]:
     from dataclasses import replace
 
     from bench.slices import SLICES, slice_config, write_slice
 
-    rows = {}
+    rows: dict[Any, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_slice(Path(temporary), slice_config(replace(SLICES["v4-flash"], layers=layers)))
         for count in [1, *gpus]:
@@ -265,6 +287,14 @@ def measure_slice(gpus: list[int], device: str, layers: int, sequences: int, con
                 f"{speed / rows[1]['tokens_per_second']:.2f} times one GPU; NCCL {share:.0%} of kernel time; caches of {capacity} tokens",
                 flush=True,
             )  # fmt: skip
+        for count in alone:
+            (row,) = on_ranks(alone_job, Mesh(), device, count, str(folder), sequences, context)
+            rows[f"one of {count}"] = row
+            speed = count * row["tokens_per_second"] / rows[1]["tokens_per_second"]
+            print(
+                f"one rank of {count} by itself: {row['median_ms']:.2f} ms a step; {speed:.2f} times one GPU if links cost nothing",
+                flush=True,
+            )
     return rows
 
 
@@ -274,6 +304,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--equality-only", action="store_true")
     parser.add_argument("--slice-only", action="store_true")
+    parser.add_argument("--alone", type=int, nargs="+", default=[], metavar="N", help="also one rank of N by itself")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--sequences", type=int, default=128, help="on each GPU")
     parser.add_argument("--context", type=int, default=8192)
@@ -285,7 +316,7 @@ def main() -> None:
     if not args.slice_only:
         result["equality"] = compare(gpus, args.device)
     if not args.equality_only:
-        result["slice"] = measure_slice(gpus, args.device, args.layers, args.sequences, args.context)
+        result["slice"] = measure_slice(gpus, args.alone, args.device, args.layers, args.sequences, args.context)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
 

@@ -7,6 +7,7 @@ it a table in the GPU's own memory, and a copy of as many bytes that lie one aft
 from __future__ import annotations
 
 import argparse
+import mmap
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds")
     print(f"{'tokens':>6} {'rows, host':>10} {'GB/s':>6} {'device':>8} {'copy':>8} {'gate':>8} {'eager':>8}")
-    codes, scales = (np.full((ROWS, width), 120, np.uint8) for width in (COLUMNS, COLUMNS // 32))
+    codes, scales = (np.frombuffer(mmap.mmap(-1, ROWS * n), np.uint8).reshape(ROWS, n) for n in (COLUMNS, COLUMNS // 32))
     host = kernels.share_table(codes, scales, DEVICE)
     device = kernels.SharedTable(host.codes.to(DEVICE), host.scales.to(DEVICE))
     weight = torch.ones(STREAMS, HIDDEN, device=DEVICE)

@@ -101,20 +101,20 @@ def variants(row: Row, pair: tuple[str, str], quick: bool) -> dict[str, Callable
     """Name -> function of the inputs."""
     blocks = 2 + -(-row.extra // 64)
     programs = row.tokens * -(-row.heads // 64)
-    chosen = portable.best_split(programs, blocks, 132)
-    counts = (
-        sorted({c for c in (1, 2, 3, 4, 5, 8, 10, 16, 33, 65) if c <= blocks and programs * c <= 528} | {chosen})
-        if row.tokens <= 256
-        else [1]
-    )
+    split = portable.best_split(programs, blocks, 132)
+    chosen = wgmma.launch_config(row.tokens, row.heads, (128, row.extra), 132)
+    configs = [chosen]
+    if not quick and row.tokens <= 256:
+        counts = [c for c in (1, 2, 3, 4, 5, 8, 10, 16, 33, 65) if c <= blocks and programs * c <= 528]
+        configs += [wgmma.LaunchConfig(Splits(count, None), keys) for keys in (64, 32) for count in counts]
     found: dict[str, Callable[..., Any]] = {}
-    for count in counts if not quick else [chosen]:
-        config = wgmma.LaunchConfig(Splits(count, None))
-        found[f"gluon /{count}{'*' if count == chosen else ''}"] = lambda *a, c=config: wgmma.sparse_attention(*a, config=c)
+    for config in dict.fromkeys(configs):
+        name = f"gluon k{config.block_keys} /{config.splits.count}{'*' if config == chosen else ''}"
+        found[name] = lambda *a, c=config: wgmma.sparse_attention(*a, config=c)
     many = not quick and row == Row(64, 64, 512)  # each variant is a compilation
     for keys, warps, stages in [(64, 8, 2), (64, 8, 1), (32, 8, 2), (32, 4, 2)] if many else [(64, 8, 2)]:
-        config = portable.LaunchConfig(64, keys, Splits(chosen, None), warps, stages)
-        found[f"triton k{keys} w{warps} s{stages} /{chosen}"] = lambda *a, c=config: portable.sparse_attention(*a, config=c)
+        config = portable.LaunchConfig(64, keys, Splits(split, None), warps, stages)
+        found[f"triton k{keys} w{warps} s{stages} /{split}"] = lambda *a, c=config: portable.sparse_attention(*a, config=c)
     return found
 
 

@@ -177,7 +177,7 @@ class EngineConfig:
     )
     engram_cache_bytes: int = option(
         256 << 20,
-        "host memory for rows of V4.1's n-gram tables, all tables together: tables that fit (190GiB) are read whole, others by row",
+        "host memory for V4.1's n-gram tables, all together: what fits (190GiB) is locked there for the GPU, others are read by row",
         low=0,
         in_bytes=True,
     )

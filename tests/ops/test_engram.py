@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 
 import numpy as np
 import pytest
@@ -79,15 +80,23 @@ def test_no_tokens_and_dtype() -> None:
     assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, exact.bfloat16())
 
 
+def pages(rows: int, columns: int) -> np.ndarray:
+    """uint8 [rows, columns] in pages of memory of its own, as a driver locks them."""
+    return np.frombuffer(mmap.mmap(-1, rows * columns), np.uint8).reshape(rows, columns)
+
+
 @pytest.mark.parametrize(("tokens", "columns"), [(0, 24), (1, 24), (5, 7), (kernels.FEW_ROWS // 24 + 1, 24)])
 def test_the_kernel_reads_the_rows_of_a_table_in_host_memory(tokens: int, columns: int) -> None:
     """Any code and any scale but NaN, first and last rows among them, bit for bit."""
     rng = np.random.default_rng(0)
-    codes, scales = (rng.integers(0, 255, (300, width), np.uint8) for width in (64, 2))
+    codes, scales = (pages(300, width) for width in (64, 2))
+    for part in (codes, scales):
+        part[...] = rng.integers(0, 255, part.shape, np.uint8)
     codes[codes & 0x7F == 0x7F] = 0x7E
     rows = torch.from_numpy(rng.integers(0, 300, (tokens, columns)))
     rows[:1, :2] = torch.tensor([0, 299])
-    got = kernels.table_rows(kernels.share_table(codes, scales, torch.device(DEVICE)), rows.to(DEVICE), torch.bfloat16)
+    table = kernels.share_table(codes, scales, torch.device(DEVICE))
+    got = kernels.table_rows(table, rows.to(DEVICE), torch.bfloat16)
     index = rows.flatten()
     expected = row_values(
         torch.from_numpy(codes)[index].view(torch.float8_e4m3fn), torch.from_numpy(scales)[index], torch.bfloat16

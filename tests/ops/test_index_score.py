@@ -54,7 +54,7 @@ def skip_unread(kernel, name: str) -> None:
 
 def cut(kernel, programs: int, queries: int):
     if kernel is gluon:
-        return gluon.ScoreConfig(programs, queries, stages=4, registers=255)
+        return gluon.ScoreConfig(programs, queries, ahead=2, registers=255)
     return triton.ScoreConfig(programs, queries, warps=4, stages=4)
 
 

@@ -214,6 +214,7 @@ def test_kernel_candidate_blocks(kept):
 def test_config_searches_few_values_first():
     for n, levels in ((1, 1), (16384, 1), (16385, 2), (262144, 2), (262145, 3), (1 << 20, 3)):
         assert select_config(1, n, 512).levels == levels
+    assert select_config(1, 262144, 512).chunk == 2048 and select_config(1, 262145, 512).chunk == 4096
     assert select_config(4, 262144, 512).chunk == 4096 and select_config(256, 262144, 512).chunk == 0
     assert select_config(32, 32768, 512).chunk == 0 and select_config(32, 32768, 1024).chunk == 4096
 

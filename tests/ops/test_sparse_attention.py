@@ -213,6 +213,18 @@ def test_hopper_kernel_at_real_sizes(pair, heads):
 
 @hopper
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+@pytest.mark.parametrize("block_keys", [64, 32])
+@pytest.mark.parametrize("count", [1, 3])
+def test_hopper_programs_take_many_tiles(pair, block_keys, count):
+    """More tiles than multiprocessors, of full lists, short ones and none: what a tile leaves in a program changes no other tile."""
+    case = make_case(pair, 64, [(128, 200), (0, 0), (128, 200), (65, 3), (0, 70), (128, 200), (1, 0)] * 44)
+    case.window = case.window._replace(slots=case.window.slots[:, :128])
+    case.entries = case.entries._replace(slots=case.entries.slots[:, :200])
+    assert_close(*run(case, wgmma, config=wgmma.LaunchConfig(Splits(count, None), block_keys)), case)
+
+
+@hopper
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_hopper_kernel_is_batch_invariant(pair):
     case = make_case(pair, 64, REAL)
     out, lse = run(case, wgmma, batch_invariant=True)
@@ -381,6 +393,24 @@ def test_launch_config_fills_the_chip(tokens, heads, keys, count):
     assert config.splits == Splits(count, None) and config == portable.launch_config(
         tokens, heads, (min(keys, 128), max(keys - 128, 0)), 132
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "entries", "count", "block_keys"),
+    [
+        (1, 64, 512, 20, 32),
+        (4, 64, 512, 10, 64),
+        (64, 64, 512, 2, 64),
+        (64, 128, 512, 1, 64),
+        (1, 64, 8192, 65, 64),
+        (1, 4, 0, 4, 32),
+    ],
+)
+def test_hopper_launch_config_takes_small_blocks_where_programs_are_few(tokens, heads, entries, count, block_keys):
+    config = wgmma.launch_config(tokens, heads, (128, entries), 132)
+    assert config == wgmma.LaunchConfig(Splits(count, None), block_keys)
+    fixed = wgmma.launch_config(tokens, heads, (128, entries), 132, batch_invariant=True)
+    assert fixed.block_keys == 64 and fixed.splits == portable.launch_config(tokens, heads, (128, entries), 132, True).splits
 
 
 def test_unsupported_arguments_are_named():

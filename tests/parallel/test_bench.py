@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.parallel_h200 import OUTPUT_TOKENS, differences, equality_job, slice_job
+from abyssal.parallel.mesh import Mesh
+from bench.parallel_h200 import OUTPUT_TOKENS, alone_job, differences, equality_job, on_ranks, slice_job
 from tests.support.ranks import Pool
 from tests.support.slices import small_slice
 
@@ -13,6 +14,11 @@ def test_a_slice_decodes_on_every_replica(tmp_path: Path, ranks: Pool) -> None:
     folder = str(small_slice("v4-flash", tmp_path))
     for row in ranks.run(slice_job, [("cpu", folder, 2, 200)] * 2, dp=2, ep=2):
         assert row["tokens_per_second"] > 0 and row["median_ms"] > 0 and row["capacity_tokens"] > 0
+
+
+def test_one_rank_of_several_decodes_by_itself(tmp_path: Path) -> None:
+    (row,) = on_ranks(alone_job, Mesh(), "cpu", 4, str(small_slice("v4-flash", tmp_path)), 2, 200)
+    assert row["tokens_per_second"] > 0 and row["capacity_tokens"] > 0
 
 
 def test_tokens_and_logits_of_all_replicas_are_those_of_one(ranks: Pool) -> None:

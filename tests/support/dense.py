@@ -92,8 +92,7 @@ class _Dense:
                     entries_hidden = chosen < 0
             keys, hidden = window[None, start : start + self.reach + len(tile)], hidden[None]
             shared = shown is not None and (shown.dim() == 3 or len(tile) == 1)
-            one_pool = plan.ratio == 4 and self.layouts.get(f"c{plan.ratio}") == self.layouts["window"]
-            if shared and one_pool:
+            if shared and plan.ratio == 4 and self.layouts["c4"] == self.layouts["window"]:  # they lie in one pool
                 keys, shown = torch.cat([keys, shown.view(1, -1, keys.shape[-1])], dim=1), None
                 hidden = torch.cat([hidden, entries_hidden], dim=-1)
             out[tile] = sparse_attention(

@@ -22,8 +22,7 @@ from abyssal.config import EngineConfig
 from abyssal.engine import runner
 from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest
-from abyssal.ops._reference import ReferenceOps
-from abyssal.ops.moe import ExpertLayer
+from abyssal.ops._reference import ReferenceExperts, ReferenceOps
 from abyssal.parallel.comm import Shape
 from abyssal.parallel.mesh import Mesh
 from abyssal.parallel.ranks import RankComm
@@ -119,14 +118,14 @@ class RowByRow(ReferenceOps):
     def __init__(self, batch_invariant: bool) -> None:
         self.batch_invariant = batch_invariant
 
-    def choice_outputs(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertLayer, first: int) -> Tensor:
+    def choice_outputs(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ReferenceExperts, first: int) -> Tensor:
         rows = zip(*(part.split(1) for part in (x, chosen, weights)), strict=True)
         return torch.cat([ReferenceOps.choice_outputs(self, *row, experts, first) for row in rows])
 
-    def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertLayer, first: int) -> Tensor:
+    def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ReferenceExperts, first: int) -> Tensor:
         return self.choice_outputs(x, chosen, weights, experts, first).sum(1, dtype=torch.float32)
 
-    def moe(self, x: Tensor, token_ids: Tensor, experts: ExpertLayer) -> Tensor:
+    def moe(self, x: Tensor, token_ids: Tensor, experts: ReferenceExperts) -> Tensor:
         chosen, weights = self.route(x, token_ids, experts)
         outputs = self.choice_outputs(x, chosen, weights, experts, 0)
         return self.choice_sum(outputs, chosen, self.shared_expert(x, experts), token_ids, experts)

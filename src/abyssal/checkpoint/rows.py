@@ -1,4 +1,4 @@
-"""A table of which rows are read: from its file when they are needed, the last ones being kept, or from memory if all of it fits."""
+"""A table of which rows are read: from its file when they are needed, the last ones being kept, or from memory if all of it fits there."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from torch import Tensor
 from abyssal.checkpoint.files import StoredTensor
 from abyssal.errors import CheckpointError
 
-READ_BYTES = 1 << 30  # at most by one call, which the system limits to 2 GiB
-
 
 class RowTable:
     """A stored matrix [R, C] of e4m3 codes with one e8m0 scale per row and 32 columns, read row by row.
 
     Rows come by `pread`: read through a memory map they would count as memory of this process for as long as they lie in the
     page cache. What was read is kept in a direct-mapped cache, in which row r has the one place r mod (number of places). A table
-    that fits into the cache is read as a whole when it is made.
+    that fits into the cache is mapped as a whole.
 
     Args:
         values, scales: the two stored tensors.
@@ -36,10 +34,10 @@ class RowTable:
     def __init__(self, values: StoredTensor, scales: StoredTensor, cache_bytes: int) -> None:
         self.num_rows, self.columns = values.shape
         self._parts = [_Part(tensor, tensor.nbytes // self.num_rows) for tensor in (values, scales)]
-        # codes uint8 [R, C] and scales uint8 [R, ceil(C / 32)] of the whole table, each at the beginning of a page of memory
+        # codes uint8 [R, C] and scales uint8 [R, ceil(C / 32)] of the whole table; None: rows are read one by one
         self.held: tuple[np.ndarray, np.ndarray] | None = None
         if values.nbytes + scales.nbytes <= cache_bytes:
-            codes, of_tiles = (part.read_all(self.num_rows) for part in self._parts)
+            codes, of_tiles = (part.mapped(self.num_rows) for part in self._parts)
             self.held, cache_bytes = (codes, of_tiles), 0
         width = sum(part.row_bytes for part in self._parts)
         places = min(self.num_rows, cache_bytes // (width + np.dtype(np.int64).itemsize))
@@ -104,18 +102,23 @@ class _Part:
     def announce(self, row: int) -> None:
         os.posix_fadvise(self._fd, self._begin + row * self.row_bytes, self.row_bytes, os.POSIX_FADV_WILLNEED)
 
-    def read_all(self, rows: int) -> np.ndarray:
-        """uint8 [rows, row_bytes]"""
-        memory = mmap.mmap(-1, rows * self.row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        step = READ_BYTES // self.row_bytes
-        for first in range(0, rows, step):
-            self.read(first, memoryview(memory)[first * self.row_bytes : (first + step) * self.row_bytes])
-        return np.frombuffer(memory, np.uint8).reshape(rows, self.row_bytes)
+    def mapped(self, rows: int) -> np.ndarray:
+        """uint8 [rows, row_bytes], the file's own pages, which all processes that map them share."""
+        skipped = self._begin % mmap.ALLOCATIONGRANULARITY
+        try:
+            memory = mmap.mmap(
+                self._fd, skipped + rows * self.row_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=self._begin - skipped
+            )
+        except ValueError as error:
+            raise self._short() from error
+        return np.frombuffer(memory, np.uint8, rows * self.row_bytes, skipped).reshape(rows, self.row_bytes)
 
     def read(self, row: int, into: memoryview) -> None:
-        """Fill `into` from row `row` on."""
-        if os.preadv(self._fd, [into], self._begin + row * self.row_bytes) != len(into):
-            raise CheckpointError(f"{self._tensor.file} ends inside {self._tensor.name}; download it again")
+        if os.preadv(self._fd, [into], self._begin + row * self.row_bytes) != self.row_bytes:
+            raise self._short()
+
+    def _short(self) -> CheckpointError:
+        return CheckpointError(f"{self._tensor.file} ends inside {self._tensor.name}; download it again")
 
 
 def _data_offset(file: Path, name: str) -> int:

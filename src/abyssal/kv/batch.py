@@ -138,7 +138,7 @@ class Batch:
     lists: QueryLists | None  # the kernels' view
     stores: dict[str, StoreFacts]  # kinds that store rows of single tokens: windows, states
     compress: dict[int, CompressFacts]  # ratio -> facts
-    tables: dict[str, Tensor]  # whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
+    tables: dict[str, Tensor]  # for `lists`: whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
     entries: dict[str, Tensor]  # for `groups`: whole-context kinds -> [layers, S, entries] int32 slots, -1 after the last
     engram_rows: Tensor | None  # [engram layers, T, columns] int64 on the CPU, rows of the n-gram tables; None: there are none
 
@@ -173,7 +173,8 @@ def build_batch(
     turned = [positions, *(_joined(entries) * r for r, entries in completed.items())]  # positions whose rotations layers need
     rope, *of_entries = rope_table(_tensor(_joined(turned), device), config.rope_compress).split_with_sizes([*map(len, turned)])
     positions_t = _tensor(positions, device)
-    tables = {n: _stack_tables(n, s, chunks, device) for n, s in cache.specs.items() if s.lifetime == "context"}
+    whole = {n: s for n, s in cache.specs.items() if s.lifetime == "context"}
+    tables = {n: _stack_tables(n, s, chunks, device) for n, s in whole.items()} if as_lists else {}
     return Batch(
         token_ids=torch.tensor([t for c in chunks for t in c.token_ids], device=device),
         positions=positions_t,
@@ -187,7 +188,7 @@ def build_batch(
             for r, rope in zip(ratios, of_entries, strict=True)
         },
         tables=tables,
-        entries={} if as_lists else {n: _entries(cache.specs[n], chunks, device) for n in tables},
+        entries={} if as_lists else {n: _entries(s, chunks, device) for n, s in whole.items()},
         engram_rows=None if ngrams is None else engram_rows(ngrams, chunks),
     )
 

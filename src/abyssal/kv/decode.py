@@ -175,7 +175,7 @@ class DecodeFacts:
             lists=self._lists(shape, got) if self.as_lists else None,
             stores={n: StoreFacts(shape.each, slots[:, :, 0]) for n, slots in _named("store", got).items()},
             compress={r: _compress(r, got, rope) for r, rope in zip(self.ratios, of_groups, strict=True)},
-            tables=tables,
+            tables=tables if self.as_lists else {},
             entries={} if self.as_lists else {n: self._entries(n, pages, visible, shape.most) for n, pages in tables.items()},
             engram_rows=None,
         )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.errors import ConfigError
@@ -542,9 +541,9 @@ class RecordView:
         scale_shape = (len(pool), entries, layout.scale_bytes)
         first_scale = layout.scale_offset(0, entries)
         self._scales = pool.as_strided(scale_shape, (pool.shape[1], layout.scale_bytes, 1), first_scale)
-        self._page_rows, remainder = divmod(pool.shape[1], layout.data_bytes)
-        # Row indices into one matrix are several times faster than (page, row) pairs, where pages are whole rows.
-        self._flat = values.view(-1, width) if remainder == 0 else None
+        # Row indices into one matrix are several times faster than (page, row) pairs, where pages are whole rows or hold one.
+        self._page_rows, remainder = (1, 0) if entries == 1 else divmod(pool.shape[1], layout.data_bytes)
+        self._flat = self._rows[:, 0] if entries == 1 else values.view(-1, width) if remainder == 0 else None
 
     @property
     def device(self) -> torch.device:
@@ -568,7 +567,7 @@ class RecordView:
     def read(self, slots: Tensor) -> Tensor:
         """slots int [...] -> fp32 [..., dim]."""
         layout, slots = self.spec.layout, slots.clamp(min=0)
-        rows = self._rows[self._split(slots)] if self._flat is None else F.embedding(self._flat_rows(slots), self._flat)
+        rows = self._rows[self._split(slots)] if self._flat is None else torch.embedding(self._flat, self._flat_rows(slots))
         if layout.grid is None:
             return rows.float()
         scales = self._scales[self._split(slots)]
@@ -581,7 +580,7 @@ class RecordView:
             slots, values = slots[stored], values[stored]
         layout = self.spec.layout
         if layout.grid is None:
-            rows = values.to(dtype=layout.dtype)
+            rows = values if values.dtype == layout.dtype else values.to(layout.dtype)
         else:
             rows, self._scales[self._split(slots)] = codec.encode(layout, values)
         if self._flat is None:

@@ -31,6 +31,7 @@ class Compressor:
         self.ratio = config.layers[layer].ratio
         self.layer = layer
         self.kind = kind
+        self.kinds = kind, f"{kind}_state", f"{kind}_sums"
         self.rms_eps = config.rms_eps
         self.dtype, self.ops = dtype, ops
         wkv = weights.tensor("wkv.weight")
@@ -44,7 +45,7 @@ class Compressor:
 
         Returns the completed entries [E, d] before rotation: V4.1 makes its index keys from them.
         """
-        entries, state, sums = (cache.views.get(f"{self.kind}{part}") for part in ("", "_state", "_sums"))
+        entries, state, sums = map(cache.views.get, self.kinds)
         assert entries is not None
         facts = batch.compress[self.ratio]
         if self.bias is not None:

@@ -24,7 +24,7 @@ from abyssal.ops.engram import engram
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
 from abyssal.ops.linear import LinearWeight, laid_out, linear, linear_grouped
-from abyssal.ops.moe import ExpertLayer, choice_outputs, choice_sum, expert_layer, moe, route, shared_expert
+from abyssal.ops.moe import ExpertLayer, choice_outputs, choice_sum, experts_of_projected, moe, route, shared_expert
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.output_quant import output_quant
 from abyssal.ops.qkv_insert import qkv_insert
@@ -44,6 +44,12 @@ class _Projections:
         (weight,) = self.weights
         assert isinstance(weight, LinearWeight), "the grouped output's weight is that of a linear layer"
         return weight
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceExperts:
+    layer: ExpertLayer
+    of_x: _Projections  # router, and gate and up of the shared expert
 
 
 class ReferenceOps:
@@ -148,7 +154,7 @@ class ReferenceOps:
         return out if len(out) == len(prepared.sizes) else out[0].split_with_sizes(prepared.sizes, dim=1)
 
     def output_quant(self, out: Tensor, rope: Tensor, prepared: _Projections, groups: int, dtype: torch.dtype) -> Tensor:
-        return output_quant(out, rope, prepared.only.quantize_input, dtype).view(len(out), groups, -1)
+        return output_quant(out, rope, prepared.only.quantize_input, dtype).view(out.shape[0], groups, -1)
 
     def linear_grouped(self, x: Any, prepared: _Projections, groups: int) -> Tensor:
         return linear_grouped(x, prepared.only)
@@ -189,30 +195,31 @@ class ReferenceOps:
     def engram(self, streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
         return engram(streams, key, value, weight, eps)
 
-    def prepare_experts(self, layer: ExpertLayer) -> ExpertLayer:
-        return replace(
-            layer,
-            **{n: getattr(layer, n).laid_out() for n in ("w13", "w2", "shared_w1", "shared_w3", "shared_w2")},
-        )
+    def prepare_experts(self, layer: ExpertLayer) -> ReferenceExperts:
+        of_x = self.prepare_linear(layer.gate, layer.shared_w1, layer.shared_w3)
+        names = "w13", "w2", "shared_w1", "shared_w3", "shared_w2"
+        return ReferenceExperts(replace(layer, **{name: getattr(layer, name).laid_out() for name in names}), of_x)
 
-    def moe(self, x: Tensor, token_ids: Tensor, experts: ExpertLayer) -> Tensor:
-        return expert_layer(x, token_ids, experts)
+    def moe(self, x: Tensor, token_ids: Tensor, experts: ReferenceExperts) -> Tensor:
+        logits, gate, up = self.linear(x, experts.of_x)
+        return experts_of_projected(logits, gate, up, x, token_ids, experts.layer)
 
-    def route(self, x: Tensor, token_ids: Tensor, experts: ExpertLayer) -> tuple[Tensor, Tensor]:
-        ids = None if experts.tid2eid is None else experts.tid2eid[token_ids]
-        return route(x, experts.gate, experts.bias, ids, experts.k, experts.scale, experts.temperature)
+    def route(self, x: Tensor, token_ids: Tensor, experts: ReferenceExperts) -> tuple[Tensor, Tensor]:
+        layer = experts.layer
+        ids = None if layer.tid2eid is None else layer.tid2eid[token_ids]
+        return route(x, layer.gate, layer.bias, ids, layer.k, layer.scale, layer.temperature)
 
-    def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertLayer, first: int) -> Tensor:
-        return moe(x, chosen, weights, experts.w13, experts.w2, experts.limit, first)
+    def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ReferenceExperts, first: int) -> Tensor:
+        return moe(x, chosen, weights, experts.layer.w13, experts.layer.w2, experts.layer.limit, first)
 
-    def choice_outputs(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertLayer, first: int) -> Tensor:
-        return choice_outputs(x, chosen, weights, experts.w13, experts.w2, experts.limit, first)
+    def choice_outputs(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ReferenceExperts, first: int) -> Tensor:
+        return choice_outputs(x, chosen, weights, experts.layer.w13, experts.layer.w2, experts.layer.limit, first)
 
-    def choice_sum(self, outputs: Tensor, chosen: Tensor, shared: Tensor, token_ids: Tensor, experts: ExpertLayer) -> Tensor:
+    def choice_sum(self, outputs: Tensor, chosen: Tensor, shared: Tensor, token_ids: Tensor, experts: ReferenceExperts) -> Tensor:
         return choice_sum(outputs, shared)
 
-    def shared_expert(self, x: Tensor, experts: ExpertLayer) -> Tensor:
-        return shared_expert(x, experts)
+    def shared_expert(self, x: Tensor, experts: ReferenceExperts) -> Tensor:
+        return shared_expert(x, experts.layer)
 
 
 def _entries(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.kv.batch import CompressFacts, StoreFacts
@@ -55,9 +54,10 @@ def compress(
         else:
             before = _carried_sums(sums, facts.carried_sums[sums.spec.name][layer_row])
             complete, still_open = accumulate(available, facts.sources, before).tensor_split([facts.num_entries])
-            pooled = complete[:, 2] / complete[:, 1]  # [E, D]
+            _, s, v = complete.unbind(1)
+            pooled = v / s  # [E, D]
             sums.write(facts.sum_slots[sums.spec.name][layer_row], still_open.flatten(1))
-    latent = rows.new_empty(0, len(norm), dtype=dtype)
+    latent = rows.new_empty(0, norm.shape[0], dtype=dtype)
     if facts.num_entries:
         latent = rms_norm(pooled.to(dtype), norm, eps)
         store_entries(latent, facts, entries, layer_row, rotate_keys)
@@ -85,7 +85,7 @@ def _gather(rows: Tensor, sources: Tensor, overlap: bool) -> Sequence[Tensor]:
     parts = _parts(sources.shape[1], overlap, rows.device)
     per_row = 4 if overlap else 2
     index = torch.add(parts, sources.unsqueeze(1), alpha=per_row)  # [G, 2, slots]
-    return F.embedding(index, rows.view(-1, rows.shape[1] // per_row)).unbind(1)
+    return torch.embedding(rows.view(-1, rows.shape[1] // per_row), index).unbind(1)
 
 
 @lru_cache(maxsize=16)
@@ -118,7 +118,8 @@ def accumulate(rows: Tensor, sources: Tensor, before: Tensor) -> Tensor:
 def _carried_sums(sums: RecordView, slots: Tensor) -> Tensor:
     """fp32 [G, 3, D]; slot -1 stands for sums over nothing."""
     stored = sums.read(slots).unflatten(1, (3, -1))
-    stored[:, 0].masked_fill_((slots < 0).unsqueeze(1), -torch.inf)
+    if -1 in slots.tolist():
+        stored[:, 0].masked_fill_((slots < 0).unsqueeze(1), -torch.inf)
     return stored
 
 

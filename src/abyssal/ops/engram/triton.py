@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from abyssal.ops._records import e4m3_values, e8m0_values, store_like, to_fp32
 from abyssal.ops.engram import GATE_FLOOR, SCALED
 
 GROUP, FLOOR = tl.constexpr(SCALED), tl.constexpr(GATE_FLOOR)
+READ_ONLY = 8  # cudaHostRegisterReadOnly, without which the driver refuses a file's pages
 BLOCK = 1024  # values of a stream at a time
 FEW_ROWS = 132 * 8  # up to here a program reads one row, or some processors would have none
 ROWS_PER_PROGRAM = 8  # beyond: more loads on their way per warp
@@ -31,7 +33,7 @@ class SharedTable:
 
 
 def share_table(codes: np.ndarray, scales: np.ndarray, device: torch.device) -> SharedTable:
-    """The table, its memory locked and mapped by the driver until the arrays are gone.
+    """The table, its memory locked and mapped by the driver until the arrays are gone. They are only read.
 
     Raises:
         ConfigError: the driver refuses, or rows are of a size that the kernel does not take.
@@ -42,13 +44,15 @@ def share_table(codes: np.ndarray, scales: np.ndarray, device: torch.device) -> 
     if device.type == "cuda":
         for part in (codes, scales):
             _lock(part)
-    return SharedTable(torch.from_numpy(codes), torch.from_numpy(scales))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes
+        return SharedTable(torch.from_numpy(codes), torch.from_numpy(scales))
 
 
 def _lock(memory: np.ndarray) -> None:
     cudart, address = torch.cuda.cudart(), memory.ctypes.data
     try:
-        torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
+        torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, READ_ONLY)))
     except RuntimeError as error:
         raise ConfigError(
             f"{memory.nbytes / 2**30:.1f} GiB of n-gram tables in host memory cannot be shared with the GPU: {error}; lower "

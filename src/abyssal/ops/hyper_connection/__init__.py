@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from abyssal.ops.norm import inverse_rms, rms_norm
+from abyssal.ops.norm import inverse_rms, rms_norm, rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     start, constant, row_sums, column_sums = _sinkhorn_matrices(size, eps, logits.device)
     # Flattened, plus eps, with one more column that stays 1: through it the products below add eps to every sum.
     comb = F.linear(logits.softmax(-1).flatten(1), start, constant)  # [T, S S + 1]
-    sums = torch.empty_like(comb)
-    comb.div_(torch.mm(comb, column_sums, out=sums))
+    sums, mm, divide = torch.empty_like(comb), torch.mm, comb.div_  # looked up once, for 39 uses
+    divide(mm(comb, column_sums, out=sums))
     for _ in range(iterations - 1):
-        comb.div_(torch.mm(comb, row_sums, out=sums))
-        comb.div_(torch.mm(comb, column_sums, out=sums))
+        divide(mm(comb, row_sums, out=sums))
+        divide(mm(comb, column_sums, out=sums))
     return comb[:, :-1].view(-1, size, size)
 
 
@@ -81,13 +81,13 @@ def _sinkhorn_matrices(size: int, eps: float, device: torch.device) -> tuple[Ten
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """streams [T, S, D], pre fp32 [T, S] -> sum_j pre[j] streams[j], [T, D] in the streams' dtype."""
-    return torch.bmm(pre.unsqueeze(1), streams.float()).squeeze(1).type_as(streams)
+    return rounded(torch.bmm(pre.unsqueeze(1), streams.float()).squeeze(1), streams.dtype)
 
 
 def expand(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """new[k] = post[k] out + sum_j comb[j, k] streams[j]: streams [T, S, D], out [T, D] -> [T, S, D] (V4 spec 2.3)."""
     own = post.unsqueeze(-1) * out.float().unsqueeze(1)
-    return torch.baddbmm(own, comb.mT, streams.float()).type_as(streams)
+    return rounded(own.baddbmm_(comb.mT, streams.float()), streams.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 
 One launch, for few tokens: a program owns `block_tokens` tokens and one slice of the hidden dimension, of all four streams. The
 programs of one token block form a group: each writes its part of the sums over the hidden dimension, they wait for each other, and
-each finishes its own slice, whose streams it still holds. One hand-over is enough, because with G[j, k] = sum_d h[j] h[k] the norm
-of the collapsed vector is known from the same sums: sum_d (sum_j pre[j] h[j])^2 = sum_jk pre[j] pre[k] G[j, k]. Where `pre` comes
-from the site before (V4.1) the sum of squares is taken directly.
+each finishes its own slice, whose streams it still holds; beside them some programs compute the coefficients. One hand-over is
+enough, because with G[j, k] = sum_d h[j] h[k] the norm of the collapsed vector is known from the same sums: sum_d (sum_j pre[j]
+h[j])^2 = sum_jk pre[j] pre[k] G[j, k]. Where `pre` comes from the site before (V4.1) the sum of squares is taken directly.
 
 Two launches, for many tokens: the first expands and projects, the second has one program per token, that collapses and normalises,
 and beside them some that compute the coefficients of a block of tokens.
@@ -75,7 +75,8 @@ INVARIANT_TOKENS = 512  # whose splits every number of tokens takes there: few s
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """`splits * steps * block_hidden` is the hidden size; a group is `splits` programs. One launch has one step."""
+    """`splits * steps * block_hidden` is the hidden size; a group is `splits` programs. One launch has one step, and programs of its own
+    for the coefficients."""
 
     block_tokens: int
     block_hidden: int
@@ -86,8 +87,14 @@ class LaunchConfig:
     registers: int  # per thread at most
     one_launch: bool
 
+    @property
+    def owned(self) -> int:
+        """Tokens whose coefficients a program of the one launch computes: few, as one token's partial sums are many."""
+        return max(1, self.block_tokens // 8)
+
     def programs(self, tokens: int) -> int:
-        return triton.cdiv(tokens, self.block_tokens) * self.splits
+        finishers = self.block_tokens // self.owned if self.one_launch else 0
+        return triton.cdiv(tokens, self.block_tokens) * (self.splits + finishers)
 
     def resident(self, num_sms: int) -> int:
         """Programs that run at the same time on `num_sms` multiprocessors of 65536 registers."""
@@ -95,7 +102,7 @@ class LaunchConfig:
 
     def partial_rows(self, tokens: int) -> int:
         """Rows of partial sums that a launch needs in the hand-over state."""
-        return self.programs(tokens) * self.block_tokens
+        return triton.cdiv(tokens, self.block_tokens) * self.splits * self.block_tokens
 
 
 def launch_config(tokens: int, hidden: int, num_sms: int, own_pre: bool, one_launch: bool = True) -> LaunchConfig:
@@ -252,10 +259,12 @@ def site(
         "MEAN": with_mean,
     }
     if config.one_launch:
-        hyper_connection_site[(config.programs(tokens),)](
+        site_constants = _site_constants(config, rows)
+        grid = triton.cdiv(tokens, config.block_tokens) * (config.splits + site_constants["FINISHERS"])
+        hyper_connection_site[(grid,)](
             source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, new_pre, new_post, new_comb, mean,
             state.partials, state.arrivals, tokens, rms_eps, eps,
-            ITERATIONS=iterations, **constants, **_site_constants(config), **launch,
+            ITERATIONS=iterations, **constants, **site_constants, **launch,
         )  # fmt: skip
         return result
     hyper_connection_project[(config.programs(tokens),)](
@@ -287,12 +296,13 @@ def expand(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return new
 
 
-def _site_constants(config: LaunchConfig) -> dict[str, Any]:
+def _site_constants(config: LaunchConfig, rows: int) -> dict[str, Any]:
     return {
         "BT": config.block_tokens,
         "BD": config.block_hidden,
         "SPLITS": config.splits,
-        "OWNED": triton.next_power_of_2(triton.cdiv(config.block_tokens, config.splits)),
+        "FINISHERS": config.block_tokens // config.owned if rows else 0,
+        "OWNED": config.owned,
         "CHUNK": max(1, min(triton.next_power_of_2(config.splits), 32 * config.num_warps // config.block_tokens)),
         "CHUNK_OWNED": min(triton.next_power_of_2(config.splits), 64),
     }
@@ -534,18 +544,25 @@ def _unpack(tiles, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _reciprocal(value):
+    """1 / value: the guards of a division against other divisors than come here cost more than the quotient."""
+    if INTERPRETED:
+        return 1.0 / value
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _reciprocals(values):
-    """1 / values, which lie between 1e-7 and 1e7: the guards of a division against other divisors cost half of Sinkhorn's time."""
     results = ()
     for k in tl.static_range(4):
-        if INTERPRETED:
-            result = 1.0 / values[k]
-        else:
-            result = tl.inline_asm_elementwise(
-                "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values[k]], dtype=tl.float32, is_pure=True, pack=1
-            )
-        results = results + (result,)
+        results = results + (_reciprocal(values[k]),)
     return results
+
+
+@triton.jit
+def _sigmoid(value):
+    return _reciprocal(1.0 + tl.exp(-value))
 
 
 @triton.jit
@@ -672,9 +689,9 @@ def _coefficients(
     local = first_row + tl.arange(0, sums.shape[0])
     valid = local < rows
     squares = tl.sum(tl.where(((column >= 24) & (column < 24 + SQUARES))[None, :], sums, 0.0), axis=1)
-    rstd = 1.0 / tl.sqrt(squares / (4 * D) + rms_eps)
+    rstd = tl.rsqrt(squares / (4 * D) + rms_eps)
     raw = sums * rstd[:, None] * scale[None, :] + base[None, :]
-    gates = tl.sigmoid(raw)
+    gates = _sigmoid(raw)
     at = local[:, None] * 4 + column[None, :]
     tl.store(pre_out + at - 20, gates + eps, mask=valid[:, None] & ((column >= 20) & (column < 24))[None, :])
     if ROWS == 24:
@@ -688,9 +705,9 @@ def _own_gates(row, base, scale, rms_eps, eps, D: tl.constexpr, BT: tl.constexpr
     split, pre = tl.arange(0, CHUNK), ()
     column = _load4(row + 20, split * (BT * ROW), 1, split < SPLITS)
     squares = tl.sum(tl.load(row + 24 + split * (BT * ROW), mask=split < SPLITS, other=0.0))
-    rstd = 1.0 / tl.sqrt(squares / (4 * D) + rms_eps)
+    rstd = tl.rsqrt(squares / (4 * D) + rms_eps)
     for k in tl.static_range(4):
-        pre = pre + (tl.sigmoid(tl.sum(column[k]) * rstd * scale[k] + base[k]) + eps,)
+        pre = pre + (_sigmoid(tl.sum(column[k]) * rstd * scale[k] + base[k]) + eps,)
     return pre
 
 
@@ -698,15 +715,15 @@ def _own_gates(row, base, scale, rms_eps, eps, D: tl.constexpr, BT: tl.constexpr
 def _own_pre(sums, base, scale, rms_eps, eps, D: tl.constexpr):
     """sums [BT, 16]: raw pre, then G -> pre and 1 / rms of the collapsed vector, [BT] each."""
     v, pre = _unpack((sums,), 16), ()
-    rstd = 1.0 / tl.sqrt(((v[4] + v[5]) + (v[6] + v[7])) / (4 * D) + rms_eps)
+    rstd = tl.rsqrt(((v[4] + v[5]) + (v[6] + v[7])) / (4 * D) + rms_eps)
     for k in tl.static_range(4):
-        pre = pre + (tl.sigmoid(v[k] * rstd * scale[k] + base[k]) + eps,)
+        pre = pre + (_sigmoid(v[k] * rstd * scale[k] + base[k]) + eps,)
     mixed = pre[0] * (pre[1] * v[8] + pre[2] * v[9] + pre[3] * v[10])
     mixed += pre[1] * (pre[2] * v[11] + pre[3] * v[12]) + pre[2] * pre[3] * v[13]
     squares = 2.0 * mixed
     for k in tl.static_range(4):
         squares += pre[k] * pre[k] * v[4 + k]
-    return pre, 1.0 / tl.sqrt(tl.maximum(squares, 0.0) / D + rms_eps)
+    return pre, tl.rsqrt(tl.maximum(squares, 0.0) / D + rms_eps)
 
 
 @triton.jit
@@ -727,18 +744,51 @@ def hyper_connection_site(
     source, out, post, comb, pre, fn, base, scale, norm_weight,
     streams, x, pre_out, post_out, comb_out, mean, partials, arrivals, tokens, rms_eps, eps,
     D: tl.constexpr, SOURCE: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, MEAN: tl.constexpr,
-    ITERATIONS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, OWNED: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr,
+    ITERATIONS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, FINISHERS: tl.constexpr,
+    OWNED: tl.constexpr, CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr,
 ):  # fmt: skip
-    """The whole site. Grid: token blocks x SPLITS, the programs of a token block side by side."""
+    """The whole site. Grid: token blocks x (SPLITS slices + FINISHERS of OWNED tokens' coefficients), a block's programs side by side.
+
+    Sinkhorn takes as long as all that a slice does after the hand-over: in programs of its own it runs beside that.
+    """
     _begin()
-    group, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    PROGRAMS: tl.constexpr = SPLITS + FINISHERS
+    group, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
     start = (group * BT).to(tl.int64)  # offsets within the block stay 32 bit
     left = tokens - group * BT
+    partials += start * (SPLITS * ROW)
+    if program < SPLITS:
+        _slice(
+            source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, mean, partials, arrivals + group,
+            start, left, program, rms_eps, eps, D, SOURCE, ROWS, OWN_PRE, MEAN, BT, BD, SPLITS, PROGRAMS, CHUNK,
+        )  # fmt: skip
+    elif FINISHERS > 0:
+        all_base, all_scale = _load_affine(base, scale, ROWS)
+        _wait_for_inputs()
+        if ROWS == 24:
+            post_out += start * 4
+            comb_out += start * 16
+        first_owned, rows = (program - SPLITS) * OWNED, tl.minimum(left, BT)
+        _await(arrivals + group, _arrive(arrivals + group, False, PROGRAMS))
+        sums = _sum_gathered(_gather(partials, first_owned, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED), 32)
+        squares: tl.constexpr = 4 if OWN_PRE else 1
+        _coefficients(
+            sums, all_base, all_scale, pre_out + start * 4, post_out, comb_out, first_owned, rows, rms_eps, eps,
+            D, ROWS, squares, ITERATIONS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _slice(
+    source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, mean, partials, arrivals,
+    start, left, split, rms_eps, eps,
+    D: tl.constexpr, SOURCE: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, MEAN: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Streams, partial sums and x of one slice of a token block."""
     local = tl.arange(0, BT)
     valid = local < left
     mask = valid[:, None]
-    partials += start * (SPLITS * ROW)
     d = split * BD + tl.arange(0, BD)
     at = local[:, None] * (4 * D) + d[None, :]
     x_at = local[:, None] * D + d[None, :]
@@ -751,7 +801,6 @@ def hyper_connection_site(
         weight_at = (coefficient - first)[None, :] * (4 * D) + d[:, None]
         high = _load4(fn, weight_at, D, has)
         low = _load4(fn + ROWS * 4 * D, weight_at, D, has)
-        all_base, all_scale = _load_affine(base, scale, ROWS)
         pre_base, pre_scale = _load_pre_affine(base, scale, ROWS)
     norm = tl.load(norm_weight + d)[None, :]
     _wait_for_inputs()
@@ -763,8 +812,6 @@ def hyper_connection_site(
     if SOURCE == "expand":
         old_post, old_comb = _load_old(post + start * 4, comb + start * 16, local, mask)
         n = _expand(n, tl.load(out + start * D + x_at, mask=mask, other=0.0), old_post, old_comb, True)
-    if SOURCE != "streams":
-        _store_each(streams + start * (4 * D) + at, n, D, mask)
     row = partials + (split * BT + local)[:, None] * ROW
     if ROWS > 0:
         tl.store(row + coefficient[None, :], _project_apart(n, high, low), mask=mask & (coefficient < 24)[None, :])
@@ -775,34 +822,26 @@ def hyper_connection_site(
         f = y.to(tl.float32)
         sums = tl.join(tl.sum(_add_squares(n, tl.zeros((BT, BD), tl.float32)), axis=1), tl.sum(f * f, axis=1))
     tl.store(row + 24 + tl.arange(0, 16 if OWN_PRE else 2)[None, :], sums, mask=mask)
+    before = 0
+    if PROGRAMS > 1:
+        before = _arrive(arrivals, split == 0, PROGRAMS)
+    if SOURCE != "streams":  # after the arrival, which waits for all that was stored before it
+        _store_each(streams + start * (4 * D) + at, n, D, mask)
     if MEAN:
         tl.store(mean + start * D + x_at, _mean(n), mask=mask)
-
-    first_owned, rows = split * OWNED, tl.minimum(left, BT)
-    if SPLITS > 1:
-        _await(arrivals + group, _arrive(arrivals + group, split == 0, SPLITS))
+    if PROGRAMS > 1:
+        _await(arrivals, before)
     else:
         tl.debug_barrier()
-    if ROWS > 0:  # loads before the first of the other sums is used
-        owned = _gather(partials, first_owned, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED)
     if OWN_PRE:
         totals = _sum_gathered(_gather(partials, 0, left, 20, BT, 16, BT, SPLITS, CHUNK), 16)
         own, factor = _own_pre(totals, pre_base, pre_scale, rms_eps, eps, D)
         y = _collapse(n, (own[0][:, None], own[1][:, None], own[2][:, None], own[3][:, None]))
     else:
         totals = tl.sum(_gather(partials, 0, left, 25, BT, 1, BT, SPLITS, CHUNK), axis=0)
-        factor = 1.0 / tl.sqrt(totals / D + rms_eps)
+        factor = tl.rsqrt(totals / D + rms_eps)
     normed = y.to(tl.float32) * factor[:, None] * norm
     tl.store(x + x_at, normed.to(tl.bfloat16), mask=mask)
-    if ROWS == 24:
-        post_out += start * 4
-        comb_out += start * 16
-    squares: tl.constexpr = 4 if OWN_PRE else 1
-    if ROWS > 0 and first_owned < BT:
-        _coefficients(
-            _sum_gathered(owned, 32), all_base, all_scale, pre_out + start * 4, post_out, comb_out, first_owned, rows, rms_eps, eps,
-            D, ROWS, squares, ITERATIONS,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -886,7 +925,7 @@ def _finish_token(
     squares = tl.zeros((BD,), tl.float32)
     for step in tl.static_range(steps):
         squares = tl.fma(y[step], y[step], squares)
-    factor = 1.0 / tl.sqrt(tl.sum(squares) / D + rms_eps)
+    factor = tl.rsqrt(tl.sum(squares) / D + rms_eps)
     for step in tl.static_range(steps):
         tl.store(x + step * BD + d, (y[step] * factor * norm[step]).to(tl.bfloat16), mask=step * BD + d < D)
 
@@ -923,10 +962,9 @@ def hyper_connection_finish(
         )  # fmt: skip
 
 
-FEW_BYTES = "at most 32 bytes, once per program, where the sums of all columns are live"
-SPILLS = dict.fromkeys(
-    ("site expand 24 own pre D5120 T8", "project expand 24 given pre D5120 T512", "site expand 4 own pre D4096 T8"), FEW_BYTES
-)
+SPILLS = {
+    "project expand 24 given pre D5120 T512": "at most 32 bytes, once per program, where the sums of all columns are live",
+}
 
 
 def aot_cases() -> list[AotCase]:
@@ -945,7 +983,7 @@ def aot_cases() -> list[AotCase]:
     for source, rows, own, hidden, tokens, archs in sites:
         config = launch_config(tokens, hidden, 132, own)
         constants = {"D": hidden, "SOURCE": source, "ROWS": rows, "OWN_PRE": own, "MEAN": not own, "ITERATIONS": 20}
-        kernels = [(hyper_connection_site, _site_constants(config), config.num_warps)]
+        kernels = [(hyper_connection_site, _site_constants(config, rows), config.num_warps)]
         if not config.one_launch:
             kernels = [(hyper_connection_project, _project_constants(config), config.num_warps)]
             kernels += [(hyper_connection_finish, _finish_constants(config, hidden), 4)]

@@ -14,8 +14,8 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
@@ -23,14 +23,7 @@ from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check, multipro
 
 KEYS = gl.constexpr(KEYS_PER_TILE)
 DIM = gl.constexpr(128)
-
-
-@gluon.constexpr_function
-def _word_layout(words):
-    """int32 words [64 keys, words]: lane l holds 16-byte pieces l % 4 (+ 4) of keys l / 4 and l / 4 + 8 of its warp's 16."""
-    registers = [[0, 1], [0, 2]] + ([[0, 16]] if words == 32 else []) + [[8, 0]]
-    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, words])
+WARP_KEYS = gl.constexpr(GROUP)  # of a tile, whose maximum is one of `maxima`
 
 
 @gluon.jit
@@ -40,22 +33,70 @@ def _add(a, b):
 
 @gluon.jit
 def _page(pages, tile, end, TILES: gl.constexpr):
+    """The page of a tile; page 0, whose keys nobody looks at, for tiles from `end` on."""
     return gl.load(pages + tile // TILES, mask=tile < end, other=0)
 
 
 @gluon.jit
-def _copy_tile(pool, page, page_words, words, scales, tile, end, STAGES: gl.constexpr, TILES: gl.constexpr):
-    """A tile's keys and scales, one word per key, on their way into their place in shared memory, if it lies before `end`."""
-    WORDS: gl.constexpr = words.shape[2]
-    LAYOUT: gl.constexpr = _word_layout(WORDS)
-    base = pool + page.to(gl.int64) * page_words
+def _prefetch_bytes(start, count: gl.constexpr, page):
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        setp.ge.s32 wanted, $2, 0;
+        @wanted cp.async.bulk.prefetch.L2.global [$1], $3;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [start, page, count],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _row_at(ends, tile, total):
+    """The row of a tile of all rows, and where it begins and ends among them."""
+    before = ends <= tile
+    return gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, ends, 0), 0), gl.min(gl.where(before, total, ends), 0)
+
+
+@gluon.jit
+def _coming(pages, tile, mine, end, TILES: gl.constexpr):
+    """The page of the tile that each thread is to prefetch, -1 for none."""
+    return gl.load(pages + tile // TILES, mask=mine & (tile < end), other=-1)
+
+
+@gluon.jit
+def _prefetch(pool, page, tile, PAGE_WORDS: gl.constexpr, KEY_WORDS: gl.constexpr, TILES: gl.constexpr):
+    """Brings tiles of keys into the L2: each thread the one of its `page`, if that is not -1."""
+    start = pool.to(gl.int64) + page.to(gl.int64) * (4 * PAGE_WORDS)
     part = tile % TILES * KEYS
-    key = part + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))[:, None]
-    word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
-    async_copy.async_copy_global_to_shared(words.index(tile & (STAGES - 1)), base + key * WORDS + word, mask=tile < end)
-    row = part + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
-    async_copy.async_copy_global_to_shared(scales.index(tile & (STAGES - 1)), base + TILES * KEYS * WORDS + row, mask=tile < end)
-    async_copy.commit_group()
+    if TILES == 1:
+        _prefetch_bytes(start, KEYS * (KEY_WORDS + 1) * 4, page)
+    else:
+        _prefetch_bytes(start + part * (KEY_WORDS * 4), KEYS * KEY_WORDS * 4, page)
+        _prefetch_bytes(start + TILES * KEYS * KEY_WORDS * 4 + part * 4, KEYS * 4, page)
+
+
+@gluon.jit
+def _load_keys(pieces, page, tile, PAGE_WORDS: gl.constexpr, KEY_WORDS: gl.constexpr, TILES: gl.constexpr):
+    """Words [64, KEY_WORDS] of a tile's keys, 16 bytes per load and thread."""
+    first = pieces + page.to(gl.int64) * PAGE_WORDS + tile % TILES * (KEYS * KEY_WORDS)
+    below = first + 8 * KEY_WORDS
+    if KEY_WORDS == 32:
+        both = gl.join(gl.join(gl.load(first), gl.load(below)), gl.join(gl.load(first + 16), gl.load(below + 16)))
+        words = gl.permute(both, (0, 4, 1, 5, 2, 3))  # [warp, half of its keys, key, half of the key, lane, word]
+    else:
+        words = gl.permute(gl.join(gl.load(first), gl.load(below)), (0, 4, 1, 2, 3))
+    return gl.reshape(words, (KEYS, KEY_WORDS))
+
+
+@gluon.jit
+def _load_exponents(lanes, page, tile, PAGE_WORDS: gl.constexpr, KEY_WORDS: gl.constexpr, TILES: gl.constexpr):
+    """Scale bytes [64, 4] of a tile of mxfp4 keys: each thread has those of the pieces that it loads."""
+    first = lanes + page.to(gl.int64) * (4 * PAGE_WORDS) + tile % TILES * (KEYS * 4)
+    return gl.reshape(gl.permute(gl.join(gl.load(first), gl.load(first + 32)), (0, 3, 1, 2)), (KEYS, 4))
 
 
 @gluon.jit
@@ -79,7 +120,7 @@ def _widen_fp8(words, MMA: gl.constexpr):
     )
     both = gl.join(gl.join(a, b), gl.join(c, d))  # [64, half and lane and word, element, pair]
     both = gl.permute(gl.reshape(both, (64, 2, 4, 4, 2, 2)), (0, 1, 3, 5, 2, 4))
-    return gl.convert_layout(gl.reshape(both, (64, 128)), gl.DotOperandLayout(0, MMA, 2))
+    return gl.convert_layout(gl.reshape(both, (64, 128)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -99,14 +140,11 @@ def _pair(words, scale, NIBBLE: gl.constexpr):
 
 @gluon.jit
 def _widen_mxfp4(words, exponents, MMA: gl.constexpr):
-    """e2m1 in words [64, 16] and four exponent bytes per key -> bf16 [64, 128] times 2^-63, the left operand of a product."""
+    """e2m1 in words [64, 16] and exponent bytes [64, 4] -> bf16 [64, 128] times 2^-63, the left operand of a product."""
     words = gl.reshape(words, (64, 4, 4))
-    WORDS: gl.constexpr = words.type.layout
-    exponents = gl.convert_layout(exponents, gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))
-    group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :]
-    exponent = (gl.expand_dims(exponents, 1) >> (8 * group)) & 255
     # 2^(exponent - 127 + 126 - 63) in both halves: exact from scales of 2^-62 on, finite up to 2^64
-    scale = gl.expand_dims((exponent + 63) * 0x00800080, 2)
+    scale = exponents.to(gl.int32) * 0x00800080 + 63 * 0x00800080
+    scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(2, words.type.layout), assert_trivial=True), 2)
     words, scale = gl.broadcast(words, scale)
     t0 = _pair(words, scale, 0)
     t1 = _pair(words, scale, 1)
@@ -117,7 +155,7 @@ def _widen_mxfp4(words, exponents, MMA: gl.constexpr):
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [all_], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
     )
     both = gl.permute(gl.join(low, high), (0, 2, 4, 3, 1, 5))
-    return gl.convert_layout(gl.reshape(both, (64, 128)), gl.DotOperandLayout(0, MMA, 2))
+    return gl.convert_layout(gl.reshape(both, (64, 128)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -142,24 +180,29 @@ def _store_query(values, shared, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _half_weights(weights, HEADS: gl.constexpr, MMA: gl.constexpr):
-    return 0.5 * gl.load(weights + gl.arange(0, HEADS, gl.SliceLayout(0, MMA)))
+def _store_weights(weights, shared, HEADS: gl.constexpr):
+    """Half of a query's weights, [4, HEADS / 4]: those of the heads whose dot products a thread holds, side by side."""
+    halves = 0.5 * gl.load(weights + gl.arange(0, HEADS, gl.BlockedLayout([1], [32], [4], [0])))
+    shared.store(gl.reshape(gl.permute(gl.reshape(halves, (HEADS // 8, 4, 2)), (1, 0, 2)), (4, HEADS // 4)))
 
 
 @gluon.jit
-def _take_tile(words, scales, tile, STAGES: gl.constexpr, MMA: gl.constexpr):
-    """Words and scales of a tile's keys, as soon as they are in shared memory."""
-    async_copy.wait_group(STAGES - 2)
-    scale = scales.index(tile & (STAGES - 1)).load(gl.SliceLayout(1, MMA))
-    return words.index(tile & (STAGES - 1)).load(_word_layout(words.shape[2])), scale
-
-
-@gluon.jit
-def _widen(packed, scale, LAYOUT: gl.constexpr, MMA: gl.constexpr):
-    if LAYOUT == "index_fp8":
-        return _widen_fp8(packed, MMA)
+def _load_tile(pieces, lanes, page, tile, PAGE_WORDS: gl.constexpr, KEY_WORDS: gl.constexpr, TILES: gl.constexpr):
+    """Words of a tile's keys and, for mxfp4, scale bytes."""
+    words = _load_keys(pieces, page, tile, PAGE_WORDS, KEY_WORDS, TILES)
+    if KEY_WORDS == 32:
+        scale = gl.load(lanes + page.to(gl.int64) * PAGE_WORDS + tile % TILES * KEYS)
+        return words, scale.to(gl.float32, bitcast=True)
     else:
-        return _widen_mxfp4(packed, scale, MMA)
+        return words, _load_exponents(lanes, page, tile, PAGE_WORDS, KEY_WORDS, TILES)
+
+
+@gluon.jit
+def _widen(words, exponents, MMA: gl.constexpr):
+    if words.shape[1] == 32:
+        return _widen_fp8(words, MMA)
+    else:
+        return _widen_mxfp4(words, exponents, MMA)
 
 
 @gluon.jit
@@ -169,19 +212,48 @@ def _multiply(keys, query, HEADS: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _store_scores(
-    dots, w, scale, tile, reach, out, best_out, LAYOUT: gl.constexpr, GROUP: gl.constexpr, MAXIMA: gl.constexpr, MMA: gl.constexpr
-):
-    entry = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, MMA))
+def _lane_sums(dots, w_shared, HEADS: gl.constexpr, LANES: gl.constexpr):
+    """What each thread holds of its two keys' sums over heads, fp32 [warp, 8, lane] each."""
     # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
-    scores = gl.sum((dots + gl.abs(dots)) * w[None, :], 1)
-    if LAYOUT == "index_fp8":
-        scores *= scale.to(gl.float32, bitcast=True)  # a positive scale passes the relu
-    gl.store(out + entry, scores, mask=entry < reach)
+    terms = gl.permute(gl.reshape(dots + gl.abs(dots), (KEYS, HEADS // 8, 4, 2)), (0, 2, 1, 3))
+    terms = gl.reshape(terms, (KEYS, 4, HEADS // 4))
+    w = w_shared.load(gl.SliceLayout(0, terms.type.layout))
+    sums = gl.sum(terms * gl.expand_dims(w, 0), 2)
+    low, high = gl.split(gl.permute(gl.reshape(sums, (4, 2, 8, 4)), (0, 2, 3, 1)))
+    return gl.convert_layout(low, LANES, assert_trivial=True), gl.convert_layout(high, LANES, assert_trivial=True)
+
+
+@gluon.jit
+def _from_lane(values, distance: gl.constexpr):
+    """The values of the lane whose number differs in the bit `distance`."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=f,f,r", [values, distance], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _add_lanes(low_a, high_a, low_b, high_b, lane):
+    """Sums over the four lanes that share keys; each lane gets one: 0 and 1 those of the first two arguments, 2 and 3 of the others."""
+    second = (lane & 2) != 0
+    low = gl.where(second, low_b, low_a) + _from_lane(gl.where(second, low_a, low_b), 2)
+    high = gl.where(second, high_b, high_a) + _from_lane(gl.where(second, high_a, high_b), 2)
+    odd = (lane & 1) != 0
+    return gl.where(odd, high, low) + _from_lane(gl.where(odd, low, high), 1)
+
+
+@gluon.jit
+def _reach(visible, j, queries, num_entries):
+    return gl.minimum(gl.load(visible + j, mask=j < queries, other=0), num_entries)
+
+
+@gluon.jit
+def _store(scores, out, best_out, entry, group, reach, group_reach, MAXIMA: gl.constexpr, BEST: gl.constexpr):
+    """scores [warp, 8, lane] below `reach`, and the maxima [warp, 2] of a warp's 16 in lanes 0 and 1, and in lanes 2 and 3."""
+    gl.store(out, scores, mask=entry < reach)
     if MAXIMA:
-        best = gl.max(gl.reshape(gl.where(entry < reach, scores, -float("inf")), (KEYS // GROUP, GROUP)), 1)
-        group = tile * (KEYS // GROUP) + gl.arange(0, KEYS // GROUP, best.type.layout)
-        gl.store(best_out + group, best, mask=group * GROUP < reach)
+        seen = gl.reshape(gl.where(entry < reach, scores, -float("inf")), (4, 8, 2, 2))
+        best = gl.max(gl.max(seen, 3), 1)  # one after the other: lanes of one reduction must lie side by side
+        gl.store(best_out, gl.convert_layout(best, BEST, assert_trivial=True), mask=group * WARP_KEYS < group_reach)
 
 
 @gluon.jit
@@ -193,7 +265,6 @@ def _index_score_kernel_sm90(
     visible,  # int32 [n, b]
     out,  # fp32 [n, b, out_stride]
     maxima,  # fp32 [n, b, maxima_stride], unless MAXIMA is False
-    page_words,
     table_stride,
     out_stride,
     maxima_stride,
@@ -204,22 +275,50 @@ def _index_score_kernel_sm90(
     HEADS: gl.constexpr,
     QUERIES: gl.constexpr,
     ROWS: gl.constexpr,  # num_rows, rounded up to a power of two
-    GROUP: gl.constexpr,
     MAXIMA: gl.constexpr,
-    STAGES: gl.constexpr,  # tiles in shared memory, a power of two
+    PAGE_WORDS: gl.constexpr,
     TILES: gl.constexpr,  # per page
+    AHEAD: gl.constexpr,  # tiles on their way to the L2
 ):
     """A row of work is QUERIES queries of a sequence against its pages; programs take equal shares of all rows' tiles."""
+    gdc_wait()  # launched while the kernel before may still run
+    gdc_launch_dependents()  # what follows waits for this kernel's end by itself
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     COUNTS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     TYPE: gl.constexpr = gl.float16 if LAYOUT == "index_fp8" else gl.bfloat16
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], TYPE)
     q_shared = gl.allocate_shared_memory(TYPE, [QUERIES, HEADS, DIM], SHARED)
+    # A warp has 16 keys of a tile: lane l holds pieces l % 4 (+ 4) of 16 bytes of keys l / 4 and l / 4 + 8.
+    PIECES: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 2]],
+        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        [[1, 0, 0, 0], [2, 0, 0, 0]],
+        [],
+        [4, 8, 4, 4],
+    )
+    LANES: gl.constexpr = gl.SliceLayout(3, PIECES)
+    BEST: gl.constexpr = gl.DistributedLinearLayout([], [[0, 0], [0, 1], [0, 0], [0, 0], [0, 0]], [[1, 0], [2, 0]], [], [4, 2])
+    # Swizzled: with 64 heads the four rows of 64 bytes would meet in the same banks.
+    WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(4 if HEADS > 8 else 2, 2, 2 if HEADS == 64 else 1, order=[1, 0])
+    w_shared = gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS)
     KEY_WORDS: gl.constexpr = 32 if LAYOUT == "index_fp8" else 16
-    # Eight lanes read 16 bytes each of two keys: the swizzle puts them into different banks.
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=32 // KEY_WORDS, max_phase=KEY_WORDS // 4, order=[1, 0])
-    words = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS, KEY_WORDS], SWIZZLED)
-    scales = gl.allocate_shared_memory(gl.int32, [STAGES, KEYS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
+    of_eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))[None, :, None]
+    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))[:, None, None]
+    key = warp * 16 + of_eight
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, PIECES))))[None, None, None, :]
+    pieces = pool + gl.expand_dims(key * KEY_WORDS + lane * 4, 3) + word
+    # After the sums, lanes 0 and 1 hold keys `own` of one item, and lanes 2 and 3 those of another.
+    own = key + (lane & 1) * 8
+    if LAYOUT == "index_fp8":
+        lanes = pool + TILES * KEYS * KEY_WORDS + own
+    else:
+        lanes = pool.to(gl.pointer_type(gl.uint8), bitcast=True) + TILES * KEYS * KEY_WORDS * 4 + key * 4 + lane
+    item = lane >> 1
+    ITEMS: gl.constexpr = 2 if QUERIES == 1 else 1  # tiles of a pass
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    best_warp = gl.arange(0, 4, gl.SliceLayout(1, BEST))[:, None]
+    best_item = gl.arange(0, 2, gl.SliceLayout(0, BEST))[None, :]
 
     rows = gl.arange(0, ROWS, COUNTS)
     blocks = (b + QUERIES - 1) // QUERIES
@@ -236,78 +335,96 @@ def _index_score_kernel_sm90(
     begin = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
     end = begin + share + (gl.program_id(0) < rest).to(gl.int32)
     while begin < end:
-        row = gl.sum((ends <= begin).to(gl.int32), 0)
-        first = begin - gl.max(gl.where(ends <= begin, ends, 0), 0)
-        row_end = gl.min(gl.where(ends <= begin, total, ends), 0)
+        row, row_begin, row_end = _row_at(ends, begin, total)
         stop = gl.minimum(end, row_end)
-        last = first + stop - begin
+        first, last = begin - row_begin, stop - row_begin
         begin = stop
         sequence = row // blocks
         # The query is on its way before the pages are known: one latency less.
         query = (sequence * b + row % blocks * QUERIES).to(gl.int64)
         queries = gl.minimum(b - row % blocks * QUERIES, QUERIES)
         values = _load_query(q + query * (HEADS * DIM), True, HEADS)
-        w = _half_weights(weights + query * HEADS, HEADS, MMA)
-        reach = gl.minimum(gl.load(visible + query), num_entries)
-        out_row = out + query * out_stride
-        best_row = maxima + query * maxima_stride
-
         pages = page_table + sequence.to(gl.int64) * table_stride
-        for s in gl.static_range(STAGES - 1):
-            page = _page(pages, first + s, last, TILES)
-            _copy_tile(pool, page, page_words, words, scales, first + s, last, STAGES, TILES)
-        page = _page(pages, first + STAGES - 1, last, TILES)
+        # Pages of the tiles that a thread brings into the L2: all of the first ones at once, then as many as a pass takes.
+        coming = _coming(pages, first + thread, thread < AHEAD, last, TILES)
+        _prefetch(pool, coming, first + thread, PAGE_WORDS, KEY_WORDS, TILES)
+        coming = _coming(pages, first + AHEAD + thread, thread < ITEMS, last, TILES)
+        if QUERIES == 1 and stop < end:  # the first tiles of the row after, too; with more queries a row is long
+            next_row, next_begin, next_end = _row_at(ends, stop, total)
+            next_pages = page_table + (next_row // blocks).to(gl.int64) * table_stride
+            next_page = _coming(next_pages, thread, thread < AHEAD, gl.minimum(end, next_end) - next_begin, TILES)
+            _prefetch(pool, next_page, thread, PAGE_WORDS, KEY_WORDS, TILES)
+        words, scales = _load_tile(pieces, lanes, _page(pages, first, last, TILES), first, PAGE_WORDS, KEY_WORDS, TILES)
+        page_b, page_a = _page(pages, first + 1, last, TILES), _page(pages, first + 2, last, TILES)
 
         gl.thread_barrier()
+        _store_weights(weights + query * HEADS, w_shared.index(0), HEADS)
         _store_query(values, q_shared.index(0), HEADS, LAYOUT)
         for j in gl.static_range(1, QUERIES):
             values = _load_query(q + (query + j) * (HEADS * DIM), j < queries, HEADS)
+            _store_weights(weights + (query + gl.minimum(j, queries - 1)) * HEADS, w_shared.index(j), HEADS)
             _store_query(values, q_shared.index(j), HEADS, LAYOUT)
         fence_async_shared()
         gl.thread_barrier()
 
         if QUERIES == 1:
-            # A product is always under way: the sums of one tile run beside the product of the next.
-            packed, scale = _take_tile(words, scales, first, STAGES, MMA)
-            _copy_tile(pool, page, page_words, words, scales, first + STAGES - 1, last, STAGES, TILES)
-            page = _page(pages, first + STAGES, last, TILES)
-            dots = _multiply(_widen(packed, scale, LAYOUT, MMA), q_shared.index(0), HEADS, MMA)
+            # The items of a pass are two tiles.
+            reach = gl.minimum(gl.minimum(gl.load(visible + query), num_entries), last * KEYS)
+            out_row = out + query * out_stride
+            best_row = maxima + query * maxima_stride
             for tile in range(first, last, 2):
-                ahead = tile + STAGES
-                packed, next_scale = _take_tile(words, scales, tile + 1, STAGES, MMA)
-                _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES)
-                page = _page(pages, ahead + 1, last, TILES)
-                dots, packed = warpgroup_mma_wait(0, deps=(dots, packed))
-                next_dots = _multiply(_widen(packed, next_scale, LAYOUT, MMA), q_shared.index(0), HEADS, MMA)
-                _store_scores(dots, w, scale, tile, reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
-                packed, scale = _take_tile(words, scales, tile + 2, STAGES, MMA)
-                _copy_tile(pool, page, page_words, words, scales, ahead + 1, last, STAGES, TILES)
-                page = _page(pages, ahead + 2, last, TILES)
-                next_dots, packed = warpgroup_mma_wait(0, deps=(next_dots, packed))
-                dots = _multiply(_widen(packed, scale, LAYOUT, MMA), q_shared.index(0), HEADS, MMA)
-                next_reach = gl.where(tile + 1 < last, reach, 0)
-                _store_scores(next_dots, w, next_scale, tile + 1, next_reach, out_row, best_row, LAYOUT, GROUP, MAXIMA, MMA)
-            warpgroup_mma_wait(0, deps=(dots,))
-        else:
-            for tile in range(first, last):
-                ahead = tile + STAGES - 1
-                packed, scale = _take_tile(words, scales, tile, STAGES, MMA)
-                _copy_tile(pool, page, page_words, words, scales, ahead, last, STAGES, TILES)
-                page = _page(pages, ahead + 1, last, TILES)
-                keys = _widen(packed, scale, LAYOUT, MMA)
+                keys = _widen(words, scales, MMA)
                 dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
-                for j in gl.static_range(QUERIES):
-                    w = _half_weights(weights + (query + gl.minimum(j, queries - 1)) * HEADS, HEADS, MMA)
-                    reach = gl.minimum(gl.load(visible + query + j, mask=j < queries, other=0), num_entries)
-                    if j + 1 < QUERIES:
-                        next_dots = _multiply(keys, q_shared.index(j + 1), HEADS, MMA)
-                        dots = warpgroup_mma_wait(1, deps=(dots,))
+                scale_a = scales
+                words, scales = _load_tile(pieces, lanes, page_b, tile + 1, PAGE_WORDS, KEY_WORDS, TILES)
+                page_b = _page(pages, tile + 3, last, TILES)
+                dots = warpgroup_mma_wait(0, deps=(dots,))
+                low_a, high_a = _lane_sums(dots, w_shared.index(0), HEADS, LANES)
+                keys = _widen(words, scales, MMA)
+                dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
+                scale_b = scales
+                words, scales = _load_tile(pieces, lanes, page_a, tile + 2, PAGE_WORDS, KEY_WORDS, TILES)
+                page_a = _page(pages, tile + 4, last, TILES)
+                _prefetch(pool, coming, tile + AHEAD + thread, PAGE_WORDS, KEY_WORDS, TILES)
+                coming = _coming(pages, tile + AHEAD + 2 + thread, thread < 2, last, TILES)
+                dots = warpgroup_mma_wait(0, deps=(dots,))
+                low_b, high_b = _lane_sums(dots, w_shared.index(0), HEADS, LANES)
+                scores = _add_lanes(low_a, high_a, low_b, high_b, lane)
+                if LAYOUT == "index_fp8":
+                    scores *= gl.where(item == 0, scale_a, scale_b)  # a positive scale passes the relu
+                entry = (tile + item) * KEYS + own
+                group = (tile + best_item) * (KEYS // WARP_KEYS) + best_warp
+                _store(scores, out_row + entry, best_row + group, entry, group, reach, reach, MAXIMA, BEST)
+        else:
+            # The items of a pass are two queries.
+            for tile in range(first, last):
+                keys = _widen(words, scales, MMA)
+                scale = scales
+                dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
+                words, scales = _load_tile(pieces, lanes, page_b, tile + 1, PAGE_WORDS, KEY_WORDS, TILES)
+                page_b, page_a = page_a, _page(pages, tile + 3, last, TILES)
+                _prefetch(pool, coming, tile + AHEAD + thread, PAGE_WORDS, KEY_WORDS, TILES)
+                coming = _coming(pages, tile + AHEAD + 1 + thread, thread < 1, last, TILES)
+                entry = tile * KEYS + own
+                group = tile * (KEYS // WARP_KEYS) + best_warp
+                for j in gl.static_range(0, QUERIES, 2):
+                    next_dots = _multiply(keys, q_shared.index(j + 1), HEADS, MMA)
+                    dots = warpgroup_mma_wait(1, deps=(dots,))
+                    low_a, high_a = _lane_sums(dots, w_shared.index(j), HEADS, LANES)
+                    if j + 2 < QUERIES:
+                        dots = _multiply(keys, q_shared.index(j + 2), HEADS, MMA)
+                        next_dots = warpgroup_mma_wait(1, deps=(next_dots,))
                     else:
-                        dots = warpgroup_mma_wait(0, deps=(dots,))
-                    out_j, best_j = out_row + j * out_stride, best_row + j * maxima_stride
-                    _store_scores(dots, w, scale, tile, reach, out_j, best_j, LAYOUT, GROUP, MAXIMA, MMA)
-                    if j + 1 < QUERIES:
-                        dots = next_dots
+                        next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
+                    low_b, high_b = _lane_sums(next_dots, w_shared.index(j + 1), HEADS, LANES)
+                    scores = _add_lanes(low_a, high_a, low_b, high_b, lane)
+                    if LAYOUT == "index_fp8":
+                        scores *= scale
+                    reach = _reach(visible + query, j + item, queries, num_entries)
+                    group_reach = _reach(visible + query, j + best_item, queries, num_entries)
+                    out_row = out + (query + j + item) * out_stride
+                    best_row = maxima + (query + j + best_item) * maxima_stride
+                    _store(scores, out_row + entry, best_row + group, entry, group, reach, group_reach, MAXIMA, BEST)
 
 
 @dataclass(frozen=True)
@@ -316,15 +433,18 @@ class ScoreConfig:
 
     programs: int  # persistent programs of one warpgroup, each takes an equal share of all tiles
     queries: int  # consecutive queries of a sequence that share the keys of a tile
-    stages: int  # tiles in shared memory per program, a power of two, all but one of them on their way
+    ahead: int  # tiles of a program on their way to the L2
     registers: int  # per thread at most
 
 
-def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
-    """As many programs as registers and shared memory hold: one converts and sums beside another's products."""
+def score_config(layout: str, b: int, heads: int, multiprocessors: int) -> ScoreConfig:
+    """As many programs as registers hold: one converts and sums beside another's products.
+
+    More tiles ahead than two push each other out of the L2: 1.4 times the time with eight of index_fp8.
+    """
     queries = min(4, triton.next_power_of_2(b))
-    copies = 2 if queries > 1 else 3 if heads >= 32 else 4
-    return ScoreConfig(copies * multiprocessors, queries, stages=4, registers=min(255, 512 // copies // 8 * 8))
+    copies = 2 if queries > 1 else 5 if layout == "index_mxfp4" and heads <= 32 else 4
+    return ScoreConfig(copies * multiprocessors, queries, ahead=2, registers=min(255, 512 // copies // 8 * 8))
 
 
 def index_score(
@@ -354,7 +474,7 @@ def index_score(
     if out.numel() == 0:
         return out
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
-    config = config or score_config(b, heads, multiprocessors(q))
+    config = config or score_config(layout.name, b, heads, multiprocessors(q))
     rows = n * -(-b // config.queries)
     _index_score_kernel_sm90[(config.programs,)](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
@@ -364,7 +484,6 @@ def index_score(
         visible,
         out,
         maxima if maxima is not None else out,
-        pool.shape[1] // 4,
         page_table.stride(0),
         num_entries,
         maxima.shape[-1] if maxima is not None else 0,
@@ -375,12 +494,13 @@ def index_score(
         HEADS=heads,
         QUERIES=config.queries,
         ROWS=triton.next_power_of_2(rows),
-        GROUP=GROUP,
         MAXIMA=maxima is not None,
-        STAGES=config.stages,
+        PAGE_WORDS=pool.shape[1] // 4,
         TILES=entries_per_page // KEYS_PER_TILE,
+        AHEAD=config.ahead,
         num_warps=4,
         maxnreg=config.registers,
+        launch_pdl=True,
     )
     return out
 
@@ -388,7 +508,7 @@ def index_score(
 def aot_cases() -> list[AotCase]:
     """Both layouts, Flash's and V4.1's heads."""
     pointers = {"weights": "*fp32", "pool": "*i32", "page_table": "*i32", "visible": "*i32", "out": "*fp32", "maxima": "*fp32"}
-    scalars = ("page_words", "table_stride", "out_stride", "maxima_stride", "num_rows", "b", "num_entries")
+    scalars = ("table_stride", "out_stride", "maxima_stride", "num_rows", "b", "num_entries")
     return [
         AotCase(
             name=f"index_score_sm90[{layout},heads={heads},queries={queries},rows={rows}]",
@@ -399,13 +519,13 @@ def aot_cases() -> list[AotCase]:
                 "HEADS": heads,
                 "QUERIES": queries,
                 "ROWS": rows,
-                "GROUP": GROUP,
                 "MAXIMA": True,
-                "STAGES": 4,
+                "PAGE_WORDS": 2160 if layout == "index_fp8" else 1152,
                 "TILES": 1,
+                "AHEAD": 2,
             },
             num_warps=4,
-            aligned=("q", *pointers, "page_words", "out_stride", "maxima_stride"),
+            aligned=("q", *pointers, "out_stride", "maxima_stride"),
             archs=(HOPPER,),
         )
         for layout in ("index_fp8", "index_mxfp4")

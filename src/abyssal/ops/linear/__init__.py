@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from abyssal.ops.norm import rounded
+
 E4M3_MAX = 448.0
 E4M3_AMAX_FLOOR = 1e-4
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0..7; code + 8 is the negative (V4 spec 3.1)
@@ -36,11 +38,6 @@ class LinearWeight:
     def laid_out(self) -> LinearWeight:
         """A plain matrix by `laid_out`; others as they are."""
         return replace(self, data=laid_out(self.data)) if self.format == "plain" else self
-
-    def expert(self, index: int) -> LinearWeight:
-        """Matrix `index` of stacked experts, as a view."""
-        scale = None if self.scale is None else self.scale[index]
-        return LinearWeight(self.data[index], scale, self.format, self.block, self.quantize_input)
 
 
 def laid_out(matrix: Tensor) -> Tensor:
@@ -91,34 +88,34 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     return F.embedding(packed.int(), pairs).flatten(-2)  # on the CPU half the time of indexing
 
 
-def dequantize(weight: LinearWeight, dtype: torch.dtype) -> Tensor:
-    """The matrix [.., N, K] in `dtype`: value times scale in fp32, rounded once.
+def dequantize(weight: LinearWeight, dtype: torch.dtype, expert: int | None = None) -> Tensor:
+    """The matrix [.., N, K] in `dtype`, of stacked ones that of `expert`: value times scale in fp32, rounded once.
 
     With power-of-two scales the result is exact in fp32 and in bf16, as e4m3 and e2m1 have at most 4 significant bits.
     """
+    data = weight.data if expert is None else weight.data[expert]
     if weight.format == "plain":
-        return weight.data if weight.data.dtype == dtype else weight.data.to(dtype)
+        return rounded(data, dtype)
     assert weight.scale is not None and weight.block is not None, f"{weight.format} weight without scale or block"
-    values = unpack_e2m1(weight.data) if weight.format == "fp4" else weight.data.float()
+    values = unpack_e2m1(data) if weight.format == "fp4" else data.float()
     rows, columns = values.shape[-2:]
-    scale = e8m0_to_float(weight.scale) if weight.scale.dtype == torch.uint8 else weight.scale
+    scale = weight.scale if expert is None else weight.scale[expert]
+    scale = e8m0_to_float(scale) if scale.dtype == torch.uint8 else scale
     scale = scale.repeat_interleave(weight.block[0], -2)[..., :rows, :]  # [.., N, ceil(K/block)]
     scale = scale.repeat_interleave(weight.block[1], -1)[..., :columns]
     return values.mul_(scale).to(dtype)
 
 
-def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x [T, K] times weight [N, K] transposed -> [T, N].
+def linear(x: Tensor, weight: LinearWeight, expert: int | None = None) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, of stacked ones that of `expert` -> [T, N].
 
-    Computed in x's dtype with fp32 accumulation, rounded to x's dtype, then cast to `out_dtype` if given. In bf16 the input of
-    a weight with `quantize_input` is first rounded to e4m3, as the FP8 and FP4 products of V4 spec 3.3 do; fp32 is plain
-    mathematics.
+    Computed in x's dtype with fp32 accumulation, rounded to x's dtype. In bf16 the input of a weight with `quantize_input` is first
+    rounded to e4m3, as the FP8 and FP4 products of V4 spec 3.3 do; fp32 is plain mathematics.
     """
-    matrix = dequantize(weight, x.dtype)
+    matrix = dequantize(weight, x.dtype, expert)
     if x.dtype == torch.bfloat16 and weight.quantize_input is not None:
         x = quantize_e4m3_tiles(x, weight.quantize_input)
-    out = F.linear(x, matrix)
-    return out if out_dtype is None else out.to(out_dtype)
+    return F.linear(x, matrix)
 
 
 def linear_grouped(x: Tensor, weight: LinearWeight) -> Tensor:

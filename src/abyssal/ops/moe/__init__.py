@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.ops.linear import LinearWeight, linear
+from abyssal.ops.norm import rounded
 
 SUM_FLOOR = 1e-20  # scores may all underflow to 0
 
@@ -35,10 +36,16 @@ class ExpertLayer:
 
 def expert_layer(x: Tensor, token_ids: Tensor, layer: ExpertLayer) -> Tensor:
     """Routed experts plus the shared one: x [T, D], normalised, and token_ids [T] -> [T, D] in x's dtype."""
+    projected = F.linear(x.float(), layer.gate), linear(x, layer.shared_w1), linear(x, layer.shared_w3)
+    return experts_of_projected(*projected, x, token_ids, layer)
+
+
+def experts_of_projected(logits: Tensor, gate: Tensor, up: Tensor, x: Tensor, token_ids: Tensor, layer: ExpertLayer) -> Tensor:
+    """As `expert_layer`, with the router's logits fp32 [T, E] and the shared expert's gate and up [T, I]."""
     ids = None if layer.tid2eid is None else layer.tid2eid[token_ids]
-    experts, weights = route(x, layer.gate, layer.bias, ids, layer.k, layer.scale, layer.temperature)
-    shared = shared_expert(x, layer).float()
-    return _add_outputs(shared, x, experts, weights, layer.w13, layer.w2, layer.limit, 0).to(x.dtype)
+    experts, weights = choose(logits, layer.bias, ids, layer.k, layer.scale, layer.temperature)
+    shared = linear(swiglu(gate, up, None, layer.limit, x.dtype), layer.shared_w2).float()
+    return rounded(_add_outputs(shared, x, experts, weights, layer.w13, layer.w2, layer.limit, 0), x.dtype)
 
 
 def shared_expert(x: Tensor, layer: ExpertLayer) -> Tensor:
@@ -60,7 +67,13 @@ def route(
     Returns:
         experts int64 [T, k] and weights fp32 [T, k] = score / (sum of the chosen scores + 1e-20) * scale.
     """
-    logits = F.linear(x.float(), gate)
+    return choose(F.linear(x.float(), gate), bias, expert_ids, k, scale, temperature)
+
+
+def choose(
+    logits: Tensor, bias: Tensor | None, expert_ids: Tensor | None, k: int, scale: float, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """As `route`, from the products [T, E] of tokens and gates."""
     scores = F.softplus(logits if temperature == 1 else logits / temperature).sqrt_()  # [T, E]
     if expert_ids is None:
         assert bias is not None, "layers that choose by score have a bias"
@@ -68,7 +81,7 @@ def route(
         expert_ids = best.narrow(1, 0, k)
     expert_ids = expert_ids.long()
     chosen = scores.gather(1, expert_ids)
-    ones, floor = _sum_of(k, scale, x.device)
+    ones, floor = _sum_of(k, scale, logits.device)
     return expert_ids, chosen.div_(F.linear(chosen, ones, floor))
 
 
@@ -81,8 +94,7 @@ def _sum_of(k: int, scale: float, device: torch.device) -> tuple[Tensor, Tensor]
 def swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype) -> Tensor:
     """silu(min(gate, limit)) clamp(up, -limit, limit) weight, in fp32, rounded to `dtype`; weight fp32 [n, 1] or None."""
     act = F.silu(gate.float().clamp(max=limit)).mul_(up.float().clamp(-limit, limit))
-    act = act if weight is None else act.mul_(weight)
-    return act if act.dtype == dtype else act.to(dtype)
+    return rounded(act if weight is None else act.mul_(weight), dtype)
 
 
 def moe(x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float, first: int = 0) -> Tensor:
@@ -120,7 +132,7 @@ def _outputs_by_expert(
     """The choices of these experts, by expert: indices [P] among all T k choices, their tokens [P], and outputs [P, D]."""
     chosen, order = experts.flatten().sort(stable=True)
     counts = Counter(chosen.tolist())
-    here = {expert - first: count for expert, count in counts.items() if first <= expert < first + len(w13.data)}
+    here = {expert - first: count for expert, count in counts.items() if first <= expert < first + w13.data.shape[0]}
     if not here:
         return order[:0], order[:0], x.new_empty(0, x.shape[1])
     start = sum(count for expert, count in counts.items() if expert < first)
@@ -134,4 +146,4 @@ def _outputs_by_expert(
 def _linear_by_expert(x: Tensor, weight: LinearWeight, counts: dict[int, int]) -> Tensor:
     """x [P, K], so many rows of each expert in turn, by the matrices [E, N, K] of these experts -> [P, N]."""
     parts = zip(counts, x.split_with_sizes(list(counts.values())), strict=True)
-    return torch.cat([linear(rows, weight.expert(index)) for index, rows in parts])
+    return torch.cat([linear(rows, weight, index) for index, rows in parts])

@@ -12,7 +12,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., d], weight fp32 [d] or None -> weight * x * rsqrt(mean(x^2) + eps), in x's dtype (V4 spec, notation)."""
     z = x.float()
     normalised = z * inverse_rms(z, eps)
-    return (normalised if weight is None else normalised.mul_(weight)).type_as(x)
+    return rounded(normalised if weight is None else normalised.mul_(weight), x.dtype)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`; itself where it is, without the call that small steps on a CPU notice."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def inverse_rms(z: Tensor, eps: float) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from abyssal.ops.linear import quantize_e4m3_tiles
+from abyssal.ops.norm import rounded
 from abyssal.ops.rope import rotate
 
 
@@ -20,7 +21,7 @@ def output_quant(out: Tensor, rope: Tensor, tile: int | None, dtype: torch.dtype
     Returns:
         [T, H, D] in `dtype`, quantised values already dequantised.
     """
-    out = rotate(out, rope.conj_physical().unsqueeze(1)).to(dtype=dtype)
+    out = rounded(rotate(out, rope.conj_physical().unsqueeze(1)), dtype)
     if tile is not None and dtype == torch.bfloat16:
         out = quantize_e4m3_tiles(out, tile)
     return out

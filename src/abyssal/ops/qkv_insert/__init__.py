@@ -6,7 +6,7 @@ from torch import Tensor
 
 from abyssal.kv.batch import StoreFacts
 from abyssal.kv.pool import RecordView
-from abyssal.ops.norm import rms_norm
+from abyssal.ops.norm import rms_norm, rounded
 from abyssal.ops.rope import rotate
 
 
@@ -27,7 +27,7 @@ def qkv_insert(
     dtype = q.dtype
     if eps is not None:
         q = rms_norm(q, None, eps)
-    q = rotate(q.float(), rope.unsqueeze(1)).to(dtype=dtype)
-    kv = rotate(kv.float(), rope).to(dtype=dtype)
+    q = rounded(rotate(q.float(), rope.unsqueeze(1)), dtype)
+    kv = rounded(rotate(kv.float(), rope), dtype)
     window.write(store.slots[layer_row], store.of(kv))
     return q

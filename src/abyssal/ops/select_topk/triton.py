@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.ops._aot import AotCase
 
@@ -31,7 +32,7 @@ class SelectConfig:
     chunk: int  # entries per program, whose last one finishes a row; 0: one program per row
 
 
-CHUNK = 4096
+CHUNKS = (2048, 4096)  # entries of a program: the lesser where that gives a multiprocessor at most one
 SPREAD_PROGRAMS = 512  # beyond these, a program per row has company enough
 SPREAD_ROWS = 16  # the same, where one program's registers hold what it searches
 
@@ -41,8 +42,10 @@ def select_config(rows: int, num_entries: int, k: int) -> SelectConfig:
     levels, width = 1, num_entries
     while width > TOP_LEVEL:
         levels, width = levels + 1, -(-width // GROUP)
-    if levels > 1 and (rows <= SPREAD_ROWS or k > 512) and rows * -(-num_entries // CHUNK) <= SPREAD_PROGRAMS:
-        return SelectConfig(levels, warps=8 if k <= 512 else 16, chunk=CHUNK)
+    short, long = CHUNKS
+    if levels > 1 and (rows <= SPREAD_ROWS or k > 512) and rows * -(-num_entries // long) <= SPREAD_PROGRAMS:
+        chunk = short if k <= 512 and rows * -(-num_entries // short) <= 128 else long
+        return SelectConfig(levels, warps=8 if k <= 512 else 16, chunk=chunk)
     warps = triton.next_power_of_2(width) // 1024 if levels == 1 else triton.next_power_of_2(max(width, GROUP * k)) // 512
     return SelectConfig(levels, warps=min(32, max(4, warps)), chunk=0)
 
@@ -55,6 +58,31 @@ def _order(values, valid):
 
 
 @triton.jit
+def _narrow(keys, low, high, k):
+    """A third of the range of the k-th largest of at most 2^15 keys: at least k reach `low` < `high`, fewer than k anything above `high`.
+
+    Returns low, high and, if low has moved, how many keys reach it, otherwise less than k.
+    """
+    span = (high - low).to(tl.uint32)
+    third = (span // 3).to(tl.int32)
+    first = low + (span.to(tl.int32) - 2 * third)
+    second = high - third
+    # One sum counts both: bits 16 and up, and the bits below.
+    reach = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
+    above = (reach >> 16) & 0xFFFF
+    reach = reach & 0xFFFF
+    if above >= k:
+        low = second
+        reach = above
+    elif reach >= k:
+        low = first
+        high = second - 1
+    else:
+        high = first - 1
+    return low, high, reach
+
+
+@triton.jit
 def _choose(keys, floor, count, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
     """The k largest of `count` keys that are not HIDDEN, lowest index first among equals -> (chosen, rank among the chosen, k-th key).
 
@@ -63,21 +91,15 @@ def _choose(keys, floor, count, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
     if WIDTH > K_BLOCK:  # the least of at least k maxima is such a key as well, however the keys are dealt out
         best = tl.max(tl.reshape(keys, (K_BLOCK, WIDTH // K_BLOCK), can_reorder=True), 1)
         floor = tl.maximum(floor, tl.min(best, 0))
-    # The k-th largest key: at least k keys reach `low`, fewer reach anything above `high`.
     low = tl.maximum(floor, HIDDEN + 1)
     high = tl.max(keys, 0)
     if count <= k:
         low = HIDDEN
         high = HIDDEN
     while low < high:
-        middle = (low | high) - ((low ^ high) >> 1)
-        reach = tl.sum((keys >= middle).to(tl.int32), 0)
-        if reach >= k:
-            low = middle
-        else:
-            high = middle - 1
+        low, high, reach = _narrow(keys, low, high, k)
         if reach == k:
-            high = middle
+            high = low
     above = keys > low
     equal = (keys == low) & (keys != HIDDEN)
     room = k - tl.sum(above.to(tl.int32), 0)
@@ -89,17 +111,23 @@ def _choose(keys, floor, count, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _finish_row(out, found, k, blocks, pages, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr):
-    """Places among candidates become positions where blocks are given, these slots where pages are; -1 after the `found` of them."""
-    slot = tl.arange(0, K_BLOCK)
-    tl.debug_barrier()
-    position = tl.load(out + slot, mask=slot < found, other=0)
+def _slots(position, valid, blocks, pages, BLOCK: tl.constexpr, ENTRIES: tl.constexpr):
+    """Places among candidates become positions where blocks are given, these slots where pages are."""
     if BLOCK > 0:
-        position = tl.load(blocks + position // BLOCK, mask=slot < found, other=0) * BLOCK + position % BLOCK
+        position = tl.load(blocks + position // BLOCK, mask=valid, other=0) * BLOCK + position % BLOCK
     if ENTRIES > 0:
-        position = tl.load(pages + position // ENTRIES, mask=slot < found, other=0) * ENTRIES + position % ENTRIES
+        position = tl.load(pages + position // ENTRIES, mask=valid, other=0) * ENTRIES + position % ENTRIES
+    return position
+
+
+@triton.jit
+def _finish_row(out, found, k, blocks, pages, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr):
+    """The `found` entries of a row become what they stand for; -1 after them."""
+    place = tl.arange(0, K_BLOCK)
     tl.debug_barrier()
-    tl.store(out + slot, tl.where(slot < found, position, -1), mask=slot < k)
+    slot = _slots(tl.load(out + place, mask=place < found, other=0), place < found, blocks, pages, BLOCK, ENTRIES)
+    tl.debug_barrier()
+    tl.store(out + place, tl.where(place < found, slot, -1), mask=place < k)
 
 
 @triton.jit
@@ -135,7 +163,11 @@ def _select_topk_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,  # entries of such a block; 0: they are all entries
     ENTRIES: tl.constexpr,  # entries per page; 0: positions are wanted
+    EARLY: tl.constexpr,  # on a GPU, where the launch may come before the end of the kernel before
 ):
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     row_out = out + row * k
     seen = tl.minimum(tl.load(visible + row), num_entries)
@@ -205,22 +237,45 @@ def _group_maxima_kernel(
 
 
 @triton.jit
-def _floor(keys, k):
-    """A key that at least k of `keys` reach, and not many more; HIDDEN if there are fewer."""
+def _floor(keys, count, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
+    """A key that at least k of `count` keys that are not HIDDEN reach, and not many more; HIDDEN if there are fewer."""
     low = HIDDEN
-    low_reach = tl.sum((keys != HIDDEN).to(tl.int32), 0)
-    high = tl.max(keys, 0)
-    if low_reach >= k:
-        low = tl.min(tl.where(keys == HIDDEN, high, keys), 0)
-    while (low < high) & (low_reach > k + k // 4):
-        middle = (low | high) - ((low ^ high) >> 1)
-        reach = tl.sum((keys >= middle).to(tl.int32), 0)
-        if reach >= k:
-            low = middle
-            low_reach = reach
-        else:
-            high = middle - 1
+    if count >= k:
+        high = tl.max(keys, 0)
+        if WIDTH > K_BLOCK:  # as in `_choose`
+            low = tl.min(tl.max(tl.reshape(keys, (K_BLOCK, WIDTH // K_BLOCK), can_reorder=True), 1), 0)
+        if low == HIDDEN:
+            low = tl.min(tl.where(keys == HIDDEN, high, keys), 0)
+        reach = tl.sum((keys >= low).to(tl.int32), 0)
+        while (low < high) & (reach > k + k // 4):
+            before = low
+            low, high, now = _narrow(keys, low, high, k)
+            if low != before:
+                reach = now
     return low
+
+
+@triton.jit
+def _choose_from_places(
+    candidate_keys,
+    candidates,
+    out,
+    chunks,
+    k,
+    CHUNK: tl.constexpr,
+    PLACES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+):
+    """The k best of the candidates, none of which lies beyond the first PLACES of its chunk."""
+    each = tl.arange(0, WIDTH)
+    inside = each // PLACES < chunks
+    place = each // PLACES * CHUNK + each % PLACES
+    keys = tl.load(candidate_keys + place, mask=inside, other=HIDDEN, cache_modifier=".cg")
+    index = tl.load(candidates + place, mask=inside, other=0, cache_modifier=".cg")
+    total = tl.sum((keys != HIDDEN).to(tl.int32), 0)
+    chosen, rank, _ = _choose(keys, HIDDEN, total, k, WIDTH, K_BLOCK)
+    tl.store(out + rank, index, mask=chosen)
 
 
 @triton.jit
@@ -300,9 +355,9 @@ def _select_spread_kernel(
     page_table,  # int32 [rows / queries, table_stride]
     out,  # int32 [rows, k]
     candidate_keys,  # int32 [rows, chunks * CHUNK]
-    candidates,  # int32 [rows, chunks * CHUNK]: positions
+    candidates,  # int32 [rows, chunks * CHUNK]: what `out` gets of them
     chunk_counts,  # int32 [rows, chunks]
-    arrivals,  # int32 [rows], zero before and after
+    arrivals,  # int32 [rows], zero before and after: programs, and 2^16 for each that has more than PLACES candidates
     score_stride,
     maxima_stride,
     blocks_stride,
@@ -313,17 +368,22 @@ def _select_spread_kernel(
     SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
     LOG_CHUNKS: tl.constexpr,  # of the number of chunks, rounded up
+    PLACES: tl.constexpr,  # of a chunk's candidates in the usual choice
     WIDTH: tl.constexpr,  # of the search for a floor
     DEPTH: tl.constexpr,  # maxima per value of this search
     K_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
+    EARLY: tl.constexpr,  # on a GPU, where the launch may come before the end of the kernel before
 ):
     """Chunk program_id(0) of a row: its entries above a floor that k entries reach; the last program of the row chooses among them.
 
     Every program finds the same floor, from the row's maxima: that of WIDTH disjoint sets of entries.
     """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
@@ -332,6 +392,7 @@ def _select_spread_kernel(
     row_candidates = candidates + row * (chunks * CHUNK)
     row_counts = chunk_counts + row * chunks
     row_out = out + row * k
+    place = tl.arange(0, PLACES)
     count = 0
     if chunk * CHUNK < seen:
         entry = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -339,26 +400,35 @@ def _select_spread_kernel(
         index = tl.arange(0, DEPTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         tops = tl.load(maxima + row * maxima_stride + index, mask=index < maxima_stride, other=0.0)
         tops = _order(tops, index < tl.cdiv(seen, SPAN))
-        floor = _floor(tl.max(tops, 0), k)
+        slot = _slots(
+            entry, entry < seen, blocks + row * blocks_stride, page_table + row // queries * table_stride, BLOCK, ENTRIES
+        )
+        floor = _floor(tl.max(tops, 0), tl.minimum(tl.cdiv(seen, SPAN), WIDTH), k, WIDTH, K_BLOCK)
         candidate = (keys >= floor) & (keys != HIDDEN)
         rank = tl.cumsum(candidate.to(tl.int32), 0) - 1
         tl.store(row_keys + chunk * CHUNK + rank, keys, mask=candidate)
-        tl.store(row_candidates + chunk * CHUNK + rank, entry, mask=candidate)
+        tl.store(row_candidates + chunk * CHUNK + rank, slot, mask=candidate)
         count = tl.sum(candidate.to(tl.int32), 0)
     tl.store(row_counts + chunk, count)
+    tl.store(row_keys + chunk * CHUNK + place, HIDDEN, mask=place >= count)
     tl.debug_barrier()
-    if tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu") == chunks - 1:
-        each = tl.arange(0, 1 << LOG_CHUNKS)
-        counts = tl.load(row_counts + each, mask=each < chunks, other=0, cache_modifier=".cg")
-        total = tl.sum(counts, 0)
-        if total <= 4 * K_BLOCK:
-            _choose_from_few(row_keys, row_candidates, counts, row_out, total, k, CHUNK, LOG_CHUNKS, 4 * K_BLOCK, K_BLOCK)
-        elif total <= GROUP * K_BLOCK:
-            _choose_from_few(row_keys, row_candidates, counts, row_out, total, k, CHUNK, LOG_CHUNKS, GROUP * K_BLOCK, K_BLOCK)
+    arrival = tl.where(count > PLACES, 0x10001, 1)
+    arrival += tl.atomic_add(arrivals + row, arrival, sem="acq_rel", scope="gpu")
+    if arrival & 0xFFFF == chunks:
+        if arrival == chunks:
+            _choose_from_places(row_keys, row_candidates, row_out, chunks, k, CHUNK, PLACES, PLACES << LOG_CHUNKS, K_BLOCK)
         else:
-            _choose_from_chunks(row_keys, row_candidates, row_counts, row_out, chunks, k, CHUNK)
-        pages = page_table + row // queries * table_stride
-        _finish_row(row_out, tl.minimum(seen, k), k, blocks + row * blocks_stride, pages, K_BLOCK, BLOCK, ENTRIES)
+            each = tl.arange(0, 1 << LOG_CHUNKS)
+            counts = tl.load(row_counts + each, mask=each < chunks, other=0, cache_modifier=".cg")
+            total = tl.sum(counts, 0)
+            if total <= 4 * K_BLOCK:
+                _choose_from_few(row_keys, row_candidates, counts, row_out, total, k, CHUNK, LOG_CHUNKS, 4 * K_BLOCK, K_BLOCK)
+            elif total <= GROUP * K_BLOCK:
+                _choose_from_few(row_keys, row_candidates, counts, row_out, total, k, CHUNK, LOG_CHUNKS, GROUP * K_BLOCK, K_BLOCK)
+            else:
+                _choose_from_chunks(row_keys, row_candidates, row_counts, row_out, chunks, k, CHUNK)
+        rest = tl.arange(0, K_BLOCK)
+        tl.store(row_out + rest, -1, mask=(rest >= seen) & (rest < k))
         tl.store(arrivals + row, 0)
 
 
@@ -486,7 +556,9 @@ def select_topk(
         GROUP=GROUP,
         BLOCK=num_entries // blocks.shape[2] if blocks is not None else 0,
         ENTRIES=entries_per_page if page_table is not None else 0,
+        EARLY=out.is_cuda,
         num_warps=config.warps,
+        launch_pdl=out.is_cuda,
     )
     return out
 
@@ -562,7 +634,9 @@ def _launch_spread(
         **_spread_constants(num_entries, k, config),
         BLOCK=num_entries // blocks.shape[2] if blocks is not None else 0,
         ENTRIES=entries_per_page if page_table is not None else 0,
+        EARLY=out.is_cuda,
         num_warps=config.warps,
+        launch_pdl=out.is_cuda,
     )
 
 
@@ -570,10 +644,12 @@ def _spread_constants(num_entries: int, k: int, config: SelectConfig) -> dict[st
     span = GROUP ** (config.levels - 1)
     values = triton.next_power_of_2(-(-num_entries // span))
     width = max(16, min(4096, values))
+    log_chunks = max(1, (-(-num_entries // config.chunk) - 1).bit_length())
     return {
         "SPAN": span,
         "CHUNK": config.chunk,
-        "LOG_CHUNKS": max(1, (-(-num_entries // config.chunk) - 1).bit_length()),
+        "LOG_CHUNKS": log_chunks,
+        "PLACES": min(config.chunk, max(16, 4 * triton.next_power_of_2(k) >> log_chunks)),
         "WIDTH": width,
         "DEPTH": max(1, values // width),
         "K_BLOCK": triton.next_power_of_2(k),
@@ -617,6 +693,7 @@ def aot_cases() -> list[AotCase]:
                     "GROUP": GROUP,
                     "BLOCK": 0,
                     "ENTRIES": entries,
+                    "EARLY": True,
                 },
                 num_warps=config.warps,
                 aligned=(*pointers, *strides, "num_entries", "k"),
@@ -634,7 +711,7 @@ def aot_cases() -> list[AotCase]:
                 | dict.fromkeys(
                     ("score_stride", "maxima_stride", "blocks_stride", "table_stride", "num_entries", "k", "queries"), "i32"
                 ),
-                constants=_spread_constants(num_entries, k, config) | {"BLOCK": 0, "ENTRIES": 64},
+                constants=_spread_constants(num_entries, k, config) | {"BLOCK": 0, "ENTRIES": 64, "EARLY": True},
                 num_warps=config.warps,
                 spill_reason="the last program holds GROUP * k keys" if k > 512 else None,
                 aligned=(

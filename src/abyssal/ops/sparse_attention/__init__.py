@@ -28,14 +28,13 @@ def sparse_attention(
     Returns:
         fp32 [n, b, H, D].
     """
+    n, b, heads, _ = q.shape
     q = q.float() * scale
-    sets = (
-        [(window, window_hidden)]
-        if entries is None or entry_hidden is None
-        else [(window, window_hidden), (entries, entry_hidden)]
-    )
+    sets = [(window, window_hidden)]
+    if entries is not None and entry_hidden is not None:
+        sets.append((entries, entry_hidden))
     scores = [_products(q, rows.mT).masked_fill_(hidden.unsqueeze(2), -torch.inf) for rows, hidden in sets]  # [n, b, H, K] each
-    sink_column = sink.unsqueeze(1).expand(*q.shape[:-1], 1)
+    sink_column = sink.view(heads, 1).expand(n, b, heads, 1)
     parts = torch.cat([*scores, sink_column], dim=-1).softmax(-1).split_with_sizes([*(s.shape[-1] for s in scores), 1], dim=-1)
     out, *others = (_products(part, rows) for part, (rows, _) in zip(parts, sets, strict=False))
     return out.add_(*others) if others else out

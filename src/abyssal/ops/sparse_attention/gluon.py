@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,34 +23,55 @@ from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys
-from abyssal.ops.sparse_attention.triton import LOG2_E, best_split, combine, fixed_splits, multiprocessors, new_partial
+from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, combine, fixed_splits, multiprocessors, new_partial
 
 BLOCK_HEADS = 64  # rows of one wgmma
-BLOCK_KEYS = 64
+BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them
 NUM_WARPS = 4  # of the role that weighs; four more add the right half
 ADD_REGISTERS = 160
 BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
 
+# Microseconds, fitted to 25 measured launches of 1 to 16 queries with 640 keys each.
+START_COST = 5.4  # of one program (launch, queries, first records, result)
+BLOCK_COST = {64: 2.8, 32: 1.5}  # of one more block, by its keys
+COMBINE_COST = 1.7  # of the second launch
+READ_COST = 0.3  # of its reading up to 16 parts of a head at once
+PART_COST = 0.03  # of writing and reading one part
+SMALL_PARTS = 40  # with blocks of 32 keys more splits paid up to so many parts in all; above, at most 8 splits did
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Splits of one launch; the tile sizes are fixed."""
+    """Splits of one launch, and its blocks of keys: 64 or 32."""
 
     splits: Splits
+    block_keys: int = BLOCK_KEYS
 
 
+@lru_cache(maxsize=4096)
 def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, batch_invariant: bool = False) -> LaunchConfig:
-    """As for the portable kernel, with blocks of 64 heads and 64 keys."""
-    blocks = sum(-(-keys // BLOCK_KEYS) for keys in max_keys)
+    """Splits and blocks of keys that take the least time, as for the portable kernel, with blocks of 64 heads.
+
+    In batch-invariant mode a split is a fixed number of blocks of 64 keys whatever else is in the batch.
+    """
+    programs = tokens * -(-heads // BLOCK_HEADS)
+    blocks = {keys: max(1, sum(-(-n // keys) for n in max_keys)) for keys in BLOCK_COST}
     if batch_invariant:
-        return LaunchConfig(fixed_splits(blocks))
-    return LaunchConfig(Splits(best_split(tokens * -(-heads // BLOCK_HEADS), blocks, sms), None))
+        return LaunchConfig(fixed_splits(blocks[BLOCK_KEYS]))
+
+    def cost(config: LaunchConfig) -> float:
+        count, keys = config.splits.count, config.block_keys
+        waves = -(-programs * count // sms)
+        parts = COMBINE_COST + READ_COST * -(-count // COMBINE_BLOCK) + PART_COST * programs * count if count > 1 else 0
+        return waves * (START_COST + -(-blocks[keys] // count) * BLOCK_COST[keys]) + parts
+
+    most = {64: blocks[64], 32: min(blocks[32], max(8, SMALL_PARTS // programs))}
+    return min((LaunchConfig(Splits(count, None), keys) for keys in most for count in range(1, most[keys] + 1)), key=cost)
 
 
 def bringing_warps(window: Layout, entries: Layout) -> int:
-    """Warps that bring records: eight where all are e4m3; e2m1 is widened, and bf16 copied, a little faster by four."""
-    grids = (window.grid, entries.grid)
-    return 8 if all(grid is not None and grid.kind == "e4m3" for grid in grids) else 4
+    """Warps that bring records: eight where they are widened; bf16 is copied a little faster by four."""
+    return 4 if window.grid is None else 8
 
 
 def sparse_attention(
@@ -76,7 +98,8 @@ def sparse_attention(
         config = launch_config(tokens, heads, widths, multiprocessors(q.device), batch_invariant)
     splits = config.splits
     partial = new_partial(q, splits.count)
-    attend_kernel[(tokens * splits.count * -(-heads // BLOCK_HEADS),)](
+    tiles = tokens * splits.count * -(-heads // BLOCK_HEADS)
+    attend_kernel[(min(tiles, multiprocessors(q.device)),)](
         q,
         q.stride(0),
         q.stride(1),
@@ -92,6 +115,7 @@ def sparse_attention(
         partial.out,
         partial.lse,
         heads,
+        tiles,
         splits.count,
         splits.blocks or 0,
         D=HEAD_DIM,
@@ -99,7 +123,9 @@ def sparse_attention(
         ENTRIES=entries.records.layout,
         WINDOW_PER_PAGE=window.records.entries_per_page,
         ENTRIES_PER_PAGE=entries.records.entries_per_page,
+        HEAD_BLOCKS=-(-heads // BLOCK_HEADS),
         PARTIAL=splits.count > 1,
+        BLOCK=config.block_keys,
         ADD_REGISTERS=ADD_REGISTERS,
         **_bring_constants(window.records.layout, entries.records.layout),
         num_warps=NUM_WARPS,
@@ -121,32 +147,90 @@ def _bring_constants(window: Layout, entries: Layout) -> dict[str, int]:
     return {"BRING_WARPS": warps, "BRING_REGISTERS": BRING_REGISTERS[warps]}
 
 
-def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, Tensor]:
-    return keys.records.pages, keys.records.pages.stride(0), keys.slots, keys.slots.stride(0), keys.lengths
+def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor]:
+    return keys.records.pages, keys.records.pages.stride(0), keys.slots, keys.slots.stride(0), keys.slots.shape[1], keys.lengths
 
 
 # Lanes of a part of a block's codes [64 keys, threads of a row, words]. Eight in turn hold four threads of two neighbouring rows, so
 # that their 16-byte stores fall into different banks of swizzled rows.
 LANES = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [0, 4, 0], [2, 0, 0]]
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 SHARED_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
+# Threads of one half of the output in bf16: 16 bytes each, of the rows that they have in `OUTPUT`.
+OUTPUT_ROWS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, HEAD_DIM // 2],
+    )
+)
+
+
+class Work(NamedTuple):
+    """What tells a role which tiles there are, and how many keys of each; of the kernel's arguments, as those below."""
+
+    window_lengths: Any
+    entry_lengths: Any
+    heads: Any
+    tiles: Any
+    count: Any
+    split_blocks: Any
+
+
+class Queries(NamedTuple):
+    rows: Any
+    stride_t: Any
+    stride_h: Any
+
+
+class Keys(NamedTuple):
+    """A list of records."""
+
+    slots: Any
+    stride: Any
+    width: Any
+    pages: Any
+    page_stride: Any
+
+
+class Output(NamedTuple):
+    """Where results go: rows of the output, or of parts, and their log-sum-exp."""
+
+    rows: Any
+    stride_t: Any
+    stride_h: Any
+    lse: Any
+
+
+class Barriers(NamedTuple):
+    """Of shared memory that one role fills and another empties."""
+
+    full: Any
+    empty: Any
+
+
 @gluon.constexpr_function
-def code_layout(words, num_warps):
+def score_layout(block):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block, 16])
+
+
+@gluon.constexpr_function
+def code_layout(words, num_warps, block):
     """Threads of a part of a block's codes: a row's 8 threads move 128 bytes (4 words each) or 64 (2 words)."""
-    rows = [[4, 0, 0], [8, 0, 0], [16, 0, 0], [32, 0, 0]]
+    rows = [[4 << i, 0, 0] for i in range(block.bit_length() - 3)]
     of_warps = num_warps.bit_length() - 1
     of_thread = [[0, 0, 1], [0, 0, 2]][: words // 2] + rows[of_warps:]
-    return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [64, 8, words])
+    return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [block, 8, words])
 
 
-@gluon.jit(do_not_specialize=["count", "split_blocks"])
+@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
 def attend_kernel(
     q,
     q_stride_t,
@@ -155,11 +239,13 @@ def attend_kernel(
     window_page_stride,
     window_slots,
     window_slots_stride,
+    window_width,
     window_lengths,
     entry_pages,
     entry_page_stride,
     entry_slots,
     entry_slots_stride,
+    entry_width,
     entry_lengths,
     zeros,
     sink,
@@ -171,6 +257,7 @@ def attend_kernel(
     partial_out,
     partial_lse,
     H,
+    tiles,
     count,
     split_blocks,
     D: gl.constexpr,
@@ -178,77 +265,58 @@ def attend_kernel(
     ENTRIES: gl.constexpr,
     WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr,
     PARTIAL: gl.constexpr,
+    BLOCK: gl.constexpr,
     ADD_REGISTERS: gl.constexpr,
     BRING_WARPS: gl.constexpr,
     BRING_REGISTERS: gl.constexpr,
 ):
-    """One block of heads of one token over one split of its key blocks, as `attend_kernel` in Triton.
+    """Tiles of 64 heads of one token over one split of its key blocks, as a program of `attend_kernel` in Triton has one.
 
-    Three roles run side by side: BRING_WARPS warps bring records to shared memory as bf16, four turn them into weights and add weighted
-    records to the left half of the output, four add to the right half. Two blocks of keys and of weights are on their way at a time.
-    The halves of a block of keys lie in shared memory of their own: stores to one need no barrier between them and stores to the other.
+    Three roles run side by side: BRING_WARPS warps bring queries and records to shared memory as bf16, four turn records into weights
+    and add weighted records to the left half of the output, four add to the right half. Every role goes through the program's tiles by
+    itself, so that records of the next tile come while results of this one leave. Two blocks of keys and of weights are on their way at
+    a time. The halves of a block of keys lie in shared memory of their own, with barriers of their own: the scores of one are summed
+    while the other is still being widened.
     """
-    head_blocks = (H + 63) // 64
-    program = gl.program_id(0)
-    first_head = program % head_blocks * 64
-    split = program // head_blocks % count
-    token = program // (head_blocks * count)
-
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
-    left = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HALF], SHARED)
-    right = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HALF], SHARED)
-    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
-    bias = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
+    left = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
+    right = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
+    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
+    bias = gl.allocate_shared_memory(gl.float32, [4, BLOCK], SHARED_ROW)
     factors = gl.allocate_shared_memory(gl.float32, [3, 64], SHARED_ROW)
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full.index(0), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(p_full.index(i), count=1)
-    mbarrier.init(p_full.index(2), count=1)
+    of_q = Barriers(allocate_barriers(1), allocate_barriers(1))
+    of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
+    of_right = Barriers(allocate_barriers(2), allocate_barriers(2))
+    of_end = Barriers(allocate_barriers(1), allocate_barriers(1))
+    p_full = allocate_barriers(2)
     fence_async_shared()
     gdc_wait()  # launched while the kernel before may still run
-
-    window_length = gl.load(window_lengths + token)
-    entry_length = gl.load(entry_lengths + token)
-    blocks = (window_length + 63) // 64 + (entry_length + 63) // 64
-    first, last = split_range(split, blocks, count, split_blocks)
-    window_row = window_slots + token.to(gl.int64) * window_slots_stride
-    entry_row = entry_slots + token.to(gl.int64) * entry_slots_stride
-    q_rows = q + token.to(gl.int64) * q_stride_t + first_head.to(gl.int64) * q_stride_h
-    lse_row = lse + token.to(gl.int64) * H + first_head
-    part = token.to(gl.int64) * count + split
-    if PARTIAL:
-        lse_row = partial_lse + part * H + first_head
-    if not PARTIAL:
-        out_rows = out + token.to(gl.int64) * out_stride_t + first_head.to(gl.int64) * out_stride_h
-        out_stride = out_stride_h
-    else:
-        out_rows = partial_out + (part * H + first_head) * D
-        out_stride = D
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
+
+    work = Work(window_lengths, entry_lengths, H, tiles, count, split_blocks)
+    queries = Queries(q, q_stride_t, q_stride_h)
+    to = Output(out, out_stride_t, out_stride_h, lse)
+    if PARTIAL:
+        to = Output(partial_out, 0, D, partial_lse)
+    window = Keys(window_slots, window_slots_stride, window_width, window_pages, window_page_stride)
+    entries = Keys(entry_slots, entry_slots_stride, entry_width, entry_pages, entry_page_stride)
     gl.warp_specialize(
         [
             (
                 weigh_and_add,
-                (sink + first_head, lse_row, out_rows, out_stride, H - first_head, last - first, scale_log2, q_smem, left, right,
-                 p_smem, bias, factors, q_full, k_full, k_empty, p_full, PARTIAL),
+                (work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, of_q, of_left, of_right, p_full, of_end,
+                 HEAD_BLOCKS, PARTIAL),
             ),
             (
                 add_right,
-                (q_rows, q_stride_h, out_rows, out_stride, H - first_head, last - first, q_smem, right, p_smem, factors, q_full,
-                 k_full, k_empty, p_full, PARTIAL),
+                (work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS, PARTIAL),
             ),
             (
                 bring_blocks,
-                (window_row, window_length, window_pages, window_page_stride, entry_row, entry_length, entry_pages,
-                 entry_page_stride, zeros, first, last - first, (left, right), bias, k_full, k_empty, WINDOW, ENTRIES, WINDOW_PER_PAGE,
-                 ENTRIES_PER_PAGE),
+                (work, queries, window, entries, zeros, q_smem, left, right, bias, of_q, of_left, of_right, WINDOW, ENTRIES,
+                 WINDOW_PER_PAGE, ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
             ),
         ],
         [4, BRING_WARPS],
@@ -257,69 +325,133 @@ def attend_kernel(
 
 
 @gluon.jit
-def split_range(split, blocks, count, split_blocks):
-    """First and last + 1 block of a split: a fixed number of blocks each, or evenly (`split_blocks` 0)."""
-    first = blocks * split // count
-    last = blocks * (split + 1) // count
-    if split_blocks > 0:
-        first = split * split_blocks
-        last = gl.minimum(first + split_blocks, blocks)
-    return first, gl.maximum(first, last)
+def allocate_barriers(COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+    return barriers
+
+
+@gluon.jit
+def place(tile, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    """Token, split and first head of a tile."""
+    token, split = tile // HEAD_BLOCKS, 0
+    if PARTIAL:
+        split = token % work.count
+        token = token // work.count
+    return token, split, tile % HEAD_BLOCKS * 64
+
+
+@gluon.jit
+def split_range(split, blocks, work, PARTIAL: gl.constexpr):
+    """First block of a split, and how many: a fixed number each, or evenly (`split_blocks` 0)."""
+    first, mine = 0, blocks
+    if PARTIAL:
+        each = blocks // work.count
+        more = blocks - each * work.count
+        first = split * each + gl.minimum(split, more)
+        mine = gl.where(split < more, each + 1, each)
+        if work.split_blocks > 0:
+            first = split * work.split_blocks
+            mine = gl.minimum(gl.maximum(blocks - first, 0), work.split_blocks)
+    return first, mine
+
+
+@gluon.jit
+def blocks_of_split(token, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
+    window_blocks = (gl.load(work.window_lengths + token) + BLOCK - 1) // BLOCK
+    entry_blocks = (gl.load(work.entry_lengths + token) + BLOCK - 1) // BLOCK
+    return split_range(split, window_blocks + entry_blocks, work, PARTIAL)[1]
 
 
 @gluon.jit
 def weigh_and_add(
-    sink, lse, out_rows, out_stride, heads, blocks, scale_log2, q_smem, left, right, p_smem, bias, factors, q_full, k_full, k_empty,
-    p_full, PARTIAL: gl.constexpr,
+    work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, of_q, of_left, of_right, p_full, of_end,
+    HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    top = gl.full([64], float("-inf"), gl.float32, ROWS)
-    total = gl.zeros([64], gl.float32, ROWS)
-    acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-    mbarrier.wait(q_full.index(0), 0)
-    if blocks > 0:
-        mbarrier.wait(k_full.index(0), 0)
-        scores = warpgroup_mma_wait(0, deps=[multiply(q_smem, left.index(0), right.index(0))])
-        keep, top, total = soften(scores, 0, top, total, scale_log2, p_smem, bias, factors, p_full)
-        for block in range(blocks - 1):
-            half = block % 2
-            acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
+    BLOCK: gl.constexpr = left.shape[1]
+    ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
+    n = 0  # blocks of earlier tiles
+    parity = 0
+    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+        token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+        blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
+        top = gl.full([64], float("-inf"), gl.float32, ROWS)
+        total = gl.zeros([64], gl.float32, ROWS)
+        acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
+        mbarrier.wait(of_q.full.index(0), parity)
+        if blocks > 0:
+            mbarrier.wait(of_left.full.index(n % 2), n // 2 % 2)
+            scores = multiply_left(q_smem, left.index(n % 2))
+            mbarrier.wait(of_right.full.index(n % 2), n // 2 % 2)
+            scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n % 2), scores)])
+            _, top, total = soften(scores, n, top, total, scale_log2, p_smem, bias, factors, p_full)
+            for block in range(blocks - 1):
+                half = (n + block) % 2
+                phase = (n + block + 1) // 2 % 2
+                acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
+                mbarrier.wait(of_left.full.index(1 - half), phase)
+                scores = multiply_left(q_smem, left.index(1 - half))
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                mbarrier.arrive(of_left.empty.index(half))
+                mbarrier.wait(of_right.full.index(1 - half), phase)
+                scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
+                keep, top, total = soften(scores, n + block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
+                acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
+            n += blocks
+            half = (n - 1) % 2
+            mbarrier.arrive(of_q.empty.index(0))
             acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-            mbarrier.wait(k_full.index(1 - half), (block + 1) // 2 % 2)
-            scores = multiply(q_smem, left.index(1 - half), right.index(1 - half))
-            acc = warpgroup_mma_wait(2, deps=[acc])
-            mbarrier.arrive(k_empty.index(half))
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            keep, top, total = soften(scores, block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
-        half = (blocks - 1) % 2
-        acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
-        acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(of_left.empty.index(half))
+        else:
+            mbarrier.arrive(of_q.empty.index(0))
 
-    b_lse = top + gl.log2(total)  # -inf without keys
-    factor = 1.0 / gl.where(total > 0, total, 1.0)
-    rows = gl.arange(0, 64, layout=ROWS)
-    if not PARTIAL:
-        b_sink = gl.load(sink + rows, mask=rows < heads, other=0.0)
-        share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
-        factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
-    factors.index(2).store(factor)
-    mbarrier.arrive(p_full.index(2))
-    gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=rows < heads)
-    if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-        store_half(acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), left, out_rows, out_stride, heads)
+        b_lse = top + gl.log2(total)  # -inf without keys
+        factor = 1.0 / gl.where(total > 0, total, 1.0)
+        rows = gl.arange(0, 64, layout=ROWS)
+        in_range = rows < work.heads - first_head
+        if not PARTIAL:
+            b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
+            share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
+            factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
+        mbarrier.wait(of_end.empty.index(0), parity ^ 1)
+        factors.index(2).store(factor)
+        mbarrier.arrive(of_end.full.index(0))
+        parity ^= 1
+        part = part_of(token, split, work, PARTIAL)
+        lse = to.lse + part * work.heads + first_head
+        gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=in_range)
+        if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
+            of_rows = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
+            store_half(0, acc, of_rows, to, token, part, first_head, work.heads, PARTIAL)
 
 
 @gluon.jit
-def multiply(q_smem, left, right):
-    """Begin the scores of a block, before scaling: queries times records, in two groups of products.
+def part_of(token, split, work, PARTIAL: gl.constexpr):
+    """Index of a tile's part among all parts; without splits, of its token."""
+    if PARTIAL:
+        return token.to(gl.int64) * work.count + split
+    else:
+        return token.to(gl.int64)
+
+
+@gluon.jit
+def multiply_left(q_smem, left):
+    """Begin the scores of a block, before scaling, with the left halves of queries and records.
 
     Who brings records has loads of the next block on their way and must not wait for them, as a fence would; so the readers fence.
     """
     fence_async_shared()
-    scores = gl.zeros([64, 64], gl.float32, SCORES)
-    scores = warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, use_acc=False, is_async=True)
+    BLOCK: gl.constexpr = left.shape[0]
+    scores = gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK))
+    return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_right(q_smem, right, scores):
+    fence_async_shared()
     return warpgroup_mma(q_smem.slice(HALF, HALF, dim=1), right.permute((1, 0)), scores, is_async=True)
 
 
@@ -327,7 +459,8 @@ def multiply(q_smem, left, right):
 def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full):
     """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sum."""
     half = block % 2
-    scores = scores * scale_log2 + gl.expand_dims(bias.index(block % 4).load(gl.SliceLayout(0, SCORES)), 0)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    scores = scores * scale_log2 + gl.expand_dims(bias.index(block % 4).load(COLUMNS), 0)
     new_top = gl.maximum(top, gl.max(scores, axis=1))
     base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
     weights = gl.exp2(scores - gl.expand_dims(base, 1))
@@ -341,115 +474,182 @@ def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full)
 
 @gluon.jit
 def add_right(
-    q_rows, q_stride_h, out_rows, out_stride, heads, blocks, q_smem, right, p_smem, factors, q_full, k_full, k_empty, p_full,
-    PARTIAL: gl.constexpr,
+    work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr
 ):  # fmt: skip
-    """Bring the queries, then add weights times records to the right half of the output."""
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, QUERY))
-    for side in gl.static_range(2):
-        columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, QUERY))
-        pointers = gl.expand_dims(q_rows + rows * q_stride_h, 1) + gl.expand_dims(columns, 0)
-        b_q = gl.load(pointers, mask=gl.expand_dims(rows < heads, 1), other=0.0)
-        q_smem.slice(side * HALF, HALF, dim=1).store(b_q)
-    fence_async_shared()
-    mbarrier.arrive(q_full.index(0))
+    """Add weights times records to the right half of the output; bring the first tile's queries, as there is nothing to add yet."""
+    n = 0  # blocks of earlier tiles
+    parity = 0
+    copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+        token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+        BLOCK: gl.constexpr = right.shape[1]
+        blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
+        acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
+        for block in range(
+            blocks
+        ):  # not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2
+            mbarrier.wait(of_right.full.index(half), phase)
+            mbarrier.wait(p_full.index(half), phase)
+            fence_async_shared()
+            acc = acc * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
+            acc = warpgroup_mma(p_smem.index(half), right.index(half), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(of_right.empty.index(half))
+        n += blocks
 
-    acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-    for block in range(blocks):
-        half = block % 2
-        phase = block // 2 % 2
-        mbarrier.wait(k_full.index(half), phase)
-        mbarrier.wait(p_full.index(half), phase)
-        fence_async_shared()
-        acc = acc * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
-        acc = warpgroup_mma(p_smem.index(half), right.index(half), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(k_empty.index(half))
-
-    mbarrier.wait(p_full.index(2), 0)
-    if not PARTIAL or blocks > 0:
-        store_half(acc, factors.index(2).load(gl.SliceLayout(1, OUTPUT)), right, out_rows + HALF, out_stride, heads)
+        mbarrier.wait(of_end.full.index(0), parity)
+        parity ^= 1
+        factor = factors.index(2).load(gl.SliceLayout(1, OUTPUT))
+        mbarrier.arrive(of_end.empty.index(0))
+        if not PARTIAL or blocks > 0:
+            part = part_of(token, split, work, PARTIAL)
+            store_half(1, acc, factor, to, token, part, first_head, work.heads, PARTIAL)
 
 
 @gluon.jit
-def store_half(acc, factor, keys, out_rows, out_stride, heads):
-    """Write one half of the output, through the shared memory of the keys: whole rows leave at once."""
-    TYPE: gl.constexpr = out_rows.dtype.element_ty
-    STAGE: gl.constexpr = gl.NVMMASharedLayout(128, TYPE.primitive_bitwidth, rank=2)
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 128 // TYPE.primitive_bitwidth], [1, 32], [4, 1], [1, 0])
-    stage = keys._reinterpret(TYPE, [64, HALF], STAGE)
-    stage.store((acc * gl.expand_dims(factor, 1)).to(TYPE))
+def store_half(SIDE: gl.constexpr, acc, factor, to, token, part, first_head, heads, PARTIAL: gl.constexpr):
+    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 in bf16."""
+    TYPE: gl.constexpr = to.rows.dtype.element_ty
+    ROWS: gl.constexpr = OUTPUT_ROWS if TYPE.primitive_bitwidth == 16 else OUTPUT
+    if PARTIAL:
+        out_row = to.rows + (part * heads + first_head) * to.stride_h
+    else:
+        out_row = to.rows + token.to(gl.int64) * to.stride_t + first_head.to(gl.int64) * to.stride_h
+    values = gl.convert_layout((acc * gl.expand_dims(factor, 1)).to(TYPE), ROWS)
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
-    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS)), 0)
-    gl.store(gl.expand_dims(out_rows + rows * out_stride, 1) + columns, stage.load(ROWS), mask=gl.expand_dims(rows < heads, 1))
+    columns = gl.expand_dims(SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS)), 0)
+    gl.store(gl.expand_dims(out_row + rows * to.stride_h, 1) + columns, values, mask=gl.expand_dims(rows < heads - first_head, 1))
+
+
+@gluon.jit
+def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    """Begin to copy a tile's queries to shared memory."""
+    token, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
+    # Volatile: what depends on it is computed here, and not kept in registers through the loop over tiles.
+    rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
+    q_rows = queries.rows + token.to(gl.int64) * queries.stride_t + (first_head + rows).to(gl.int64) * queries.stride_h
+    for side in gl.static_range(2):
+        columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
+        pointers = gl.expand_dims(q_rows, 1) + gl.expand_dims(columns, 0)
+        mask = gl.expand_dims(rows < work.heads - first_head, 1)
+        async_copy.async_copy_global_to_shared(q_smem.slice(side * HALF, HALF, dim=1), pointers, mask=mask)
+    async_copy.mbarrier_arrive(q_full.index(0))
+    mbarrier.arrive(q_full.index(0))
 
 
 @gluon.jit
 def bring_blocks(
-    window_row, window_length, window_pages, window_page_stride, entry_row, entry_length, entry_pages, entry_page_stride, zeros,
-    first, blocks, keys, bias, k_full, k_empty,
+    work, queries, window, entries, zeros, q_smem, left, right, bias, of_q, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring the records of both lists to shared memory as bf16, block by block.
-
-    The slots of the block after next and the records of the next block are on their way while a block is converted.
-    """
-    # Both lists as if slot 0 of either were the first of all blocks; none reaches beyond the last block.
-    window_blocks = (window_length + 63) // 64 - first
-    window_end = gl.minimum(window_length - first * 64, blocks * 64)
-    entry_end = gl.minimum(entry_length + window_blocks * 64, blocks * 64)
-    lists = (window_row + first * 64, window_end, entry_row - window_blocks * 64, entry_end, window_blocks)
-    pools = (window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks)
-    where = locate(0, block_slots(0, lists), pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-    slots = block_slots(1, lists)
-    if WINDOW.grid is None:
-        for block in range(blocks):
-            half = block % 2
-            mbarrier.wait(k_empty.index(half), block // 2 % 2 ^ 1)
-            copy_records(where, keys, half)
-            async_copy.mbarrier_arrive(k_full.index(half))
-            where = locate(block + 1, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            slots = block_slots(block + 2, lists)
-            mbarrier.arrive(k_full.index(half))
-    else:
-        part0 = load_part(0, where, WINDOW, ENTRIES)
-        part1 = load_part(1, where, WINDOW, ENTRIES)
-        part2 = load_part(2, where, WINDOW, ENTRIES)
-        part3 = load_part(3, where, WINDOW, ENTRIES)
-        left_scales = load_scales(0, where, WINDOW, ENTRIES)
-        right_scales = load_scales(1, where, WINDOW, ENTRIES)
-        for block in range(blocks):
-            half = block % 2
-            in_window = block < window_blocks
-            mbarrier.wait(k_empty.index(half), block // 2 % 2 ^ 1)
-            where = locate(block + 1, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            convert_part(0, part0, left_scales, in_window, keys, half, WINDOW, ENTRIES)
-            part0 = load_part(0, where, WINDOW, ENTRIES)
-            convert_part(2, part2, right_scales, in_window, keys, half, WINDOW, ENTRIES)
-            part2 = load_part(2, where, WINDOW, ENTRIES)
-            convert_part(1, part1, left_scales, in_window, keys, half, WINDOW, ENTRIES)
-            part1 = load_part(1, where, WINDOW, ENTRIES)
-            left_scales = load_scales(0, where, WINDOW, ENTRIES)
-            convert_part(3, part3, right_scales, in_window, keys, half, WINDOW, ENTRIES)
-            part3 = load_part(3, where, WINDOW, ENTRIES)
-            right_scales = load_scales(1, where, WINDOW, ENTRIES)
-            slots = block_slots(block + 2, lists)
-            mbarrier.arrive(k_full.index(half))
+    """Bring queries, and the records of both lists as bf16, block by block, to shared memory."""
+    BLOCK: gl.constexpr = left.shape[1]
+    n = 0  # blocks of earlier tiles
+    parity = 0
+    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+        token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
+        rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
+        window_length = gl.load(work.window_lengths + token)
+        entry_length = gl.load(work.entry_lengths + token)
+        # Most lists are full: their slots need not wait for the lengths.
+        lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
+        first_slots = block_slots(0, lists, BLOCK)
+        slots = block_slots(1, lists, BLOCK)
+        if tile >= gl.num_programs(0):
+            mbarrier.wait(of_q.empty.index(0), parity)
+            parity ^= 1
+            copy_queries(tile, queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+        if (window_length < window.width) | (entry_length < entries.width):
+            lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, PARTIAL)
+            first_slots = block_slots(0, lists, BLOCK)
+            slots = block_slots(1, lists, BLOCK)
+        pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
+        bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
+                   ENTRIES_PER_PAGE)  # fmt: skip
+        n += blocks
 
 
 @gluon.jit
-def block_slots(block, lists):
-    """Slots of a block [64], -1 beyond its list's end."""
+def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
+    """Both lists as if slot 0 of either were the first of all blocks of a split, none reaching beyond its last; and its blocks."""
+    window_blocks = (window_length + BLOCK - 1) // BLOCK
+    first, blocks = split_range(split, window_blocks + (entry_length + BLOCK - 1) // BLOCK, work, PARTIAL)
+    window_blocks = window_blocks - first
+    window_end = gl.minimum(window_length - first * BLOCK, blocks * BLOCK)
+    entry_end = gl.minimum(entry_length + window_blocks * BLOCK, blocks * BLOCK)
+    return (rows[0] + first * BLOCK, window_end, rows[1] - window_blocks * BLOCK, entry_end, window_blocks), blocks
+
+
+@gluon.jit
+def bring_tile(
+    n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right,
+    WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
+):  # fmt: skip
+    """Bring a tile's records, n blocks after those of the program's first.
+
+    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them. The compiler
+    gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So the loads of a half are issued when
+    those of the other have come: their addresses depend on it through `never`, a zero that the compiler does not know. Before the
+    loop, too, or it would wait at the loop's head.
+    """
+    BLOCK: gl.constexpr = left.shape[1]
+    window_blocks = lists[4]
+    where = locate(0, n, first_slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    if WINDOW.grid is None:
+        for block in range(blocks):
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2 ^ 1
+            mbarrier.wait(of_left.empty.index(half), phase)
+            copy_half(0, where, left.index(half))
+            async_copy.mbarrier_arrive(of_left.full.index(half))
+            mbarrier.wait(of_right.empty.index(half), phase)
+            copy_half(1, where, right.index(half))
+            async_copy.mbarrier_arrive(of_right.full.index(half))
+            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            slots = block_slots(block + 2, lists, BLOCK)
+            mbarrier.arrive(of_left.full.index(half))
+            mbarrier.arrive(of_right.full.index(half))
+    else:
+        nothing = gl.zeros([BLOCK, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))
+        never = gl.program_id(1)
+        left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
+        came = gl.max(left_codes[0], axis=2) | gl.max(left_codes[1], axis=2) | left_scales[0] | left_scales[1]
+        right_codes, right_scales = load_half(1, where, (came & never) * 16, WINDOW, ENTRIES)
+        for block in range(blocks):
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2 ^ 1
+            in_window = block < window_blocks
+            mbarrier.wait(of_left.empty.index(half), phase)
+            next_slots = block_slots(block + 2, lists, BLOCK)
+            convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
+            mbarrier.arrive(of_left.full.index(half))
+            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            left_codes, left_scales = load_half(0, where, (right_scales[0] & never) * 16, WINDOW, ENTRIES)
+            mbarrier.wait(of_right.empty.index(half), phase)
+            convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
+            mbarrier.arrive(of_right.full.index(half))
+            right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
+            slots = next_slots
+
+
+@gluon.jit
+def block_slots(block, lists, BLOCK: gl.constexpr):
+    """Slots of a block, -1 beyond its list's end."""
     window_row, window_end, entry_row, entry_end, window_blocks = lists
     in_window = block < window_blocks
-    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps())))  # one value per key
-    n = block * 64 + gl.arange(0, 64, layout=KEYS)
+    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))  # one value per key
+    n = block * BLOCK + gl.arange(0, BLOCK, layout=KEYS)
     return gl.load((window_row if in_window else entry_row) + n, mask=n < (window_end if in_window else entry_end), other=-1)
 
 
 @gluon.jit
 def locate(
-    block, slots, pools, bias, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
+    block, n, slots, pools, bias, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Where records lie, how far from there their scales, and whether they are of the window.
@@ -457,7 +657,7 @@ def locate(
     What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
     after next comes to shared memory.
     """
-    bias.index(block % 4).store(gl.where(slots >= 0, 0.0, float("-inf")))
+    bias.index((n + block) % 4).store(gl.where(slots >= 0, 0.0, float("-inf")))
     window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
     in_window = block < window_blocks
     slot = gl.maximum(slots, 0)
@@ -476,123 +676,129 @@ def locate(
 
 
 @gluon.jit
-def copy_records(where, keys, half):
+def copy_half(SIDE: gl.constexpr, where, keys):
     """Records that are bf16 already go to shared memory without passing registers."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     rows = gl.expand_dims(gl.convert_layout(where[0], gl.SliceLayout(1, COPY)).to(gl.pointer_type(gl.bfloat16)), 1)
-    for i in gl.static_range(2):
-        columns = i * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
-        async_copy.async_copy_global_to_shared(keys[i].index(half), rows + gl.expand_dims(columns, 0))
+    columns = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
+    async_copy.async_copy_global_to_shared(keys, rows + gl.expand_dims(columns, 0))
 
 
 @gluon.jit
-def load_part(PART: gl.constexpr, where, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
-    """What becomes a quarter of the columns; of two layouts the one that a block has."""
+def load_half(SIDE: gl.constexpr, where, after, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
+    """Codes of both quarters of one half, and their scales; of two layouts of the one that a block has."""
     if WINDOW.name == ENTRIES.name:
-        return load_codes(PART, where, WINDOW)
+        return load_codes(SIDE, where, after, WINDOW), load_scales(SIDE, where, after, WINDOW)
     else:
         if where[2]:
-            codes = load_codes(PART, where, WINDOW)
+            codes = load_codes(SIDE, where, after, WINDOW)
+            first, second = load_scales(SIDE, where, after, WINDOW)
         else:
-            codes = load_codes(PART, where, ENTRIES)
-        return codes
+            codes = load_codes(SIDE, where, after, ENTRIES)
+            first, second = load_scales(SIDE, where, after, ENTRIES)
+        return codes, (first, second)
 
 
 @gluon.jit
-def load_codes(PART: gl.constexpr, where, LAYOUT: gl.constexpr):
-    """Codes int32 [64, 8, 4].
+def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
+    """Codes of two quarters, int32 [64, 8, 4] each.
 
-    v4: 128 codes of each key, in the last part 64 codes [64, 8, 2], and 64 bf16. v41: 128 codes. v41_fp4: parts 0 and 2 hold 256 codes
-    each, the first half of them in the first two words; the other parts hold nothing.
+    v4: 128 codes of each key, in the last quarter 64 codes [64, 8, 2], and 64 bf16. v41: 128 codes. v41_fp4: all 256 are in the first,
+    of each quarter in two words; the second holds nothing.
     """
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
-    NARROW: gl.constexpr = code_layout(2, gl.num_warps())
-    words = where[0].to(gl.pointer_type(gl.int32)) + PART * (16 if LAYOUT.name == "v41_fp4" else 32)
-    if LAYOUT.name != "v41_fp4":
-        if LAYOUT.name == "v4" and PART == 3:
-            return load_words(words, NARROW), load_words(words + 16, WIDE)
-        else:
-            return load_words(words, WIDE)
-    elif PART % 2 == 0:
-        pair = gl.join(load_words(words, NARROW), load_words(words + 16, NARROW))
-        return gl.convert_layout(gl.reshape(pair, [64, 8, 4]), WIDE)
+    KEYS: gl.constexpr = where[0].shape[0]
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
+    NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
+    words = where[0].to(gl.pointer_type(gl.int32)) + SIDE * (32 if LAYOUT.name == "v41_fp4" else 64)
+    if LAYOUT.name == "v41_fp4":
+        # In the order of their registers, so that they are where the codes of another layout would be without being moved.
+        pair = gl.join(load_words(words, after, NARROW), load_words(words + 16, after, NARROW)).permute((0, 1, 3, 2))
+        return gl.convert_layout(gl.reshape(pair, [KEYS, 8, 4]), WIDE), gl.zeros([KEYS, 8, 4], gl.int32, WIDE)
+    elif LAYOUT.name == "v4" and SIDE == 1:
+        last = load_words(words + 32, after, NARROW, True), load_words(words + 48, after, WIDE, True)
+        return load_words(words, after, WIDE), last
     else:
-        return gl.zeros([64, 8, 4], gl.int32, WIDE)
+        return load_words(words, after, WIDE), load_words(words + 32, after, WIDE)
 
 
 @gluon.jit
-def load_words(data, LAYOUT: gl.constexpr):
-    """Bytes of each key from `data` on: int32 [64, 8, words], 8 threads of a row."""
+def load_words(data, after, LAYOUT: gl.constexpr, TURNED: gl.constexpr = False):
+    """Bytes of each key from `data` on: int32 [64, 8, words], 8 threads of a row.
+
+    TURNED: in the order 0, 2, 4, 6, 1, 3, 5, 7 (see `turn_back`).
+    """
     WORDS: gl.constexpr = LAYOUT.shape[2]
     data = gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
     v = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
     w = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
-    return gl.load(gl.expand_dims(gl.expand_dims(data, 1), 2) + (v * WORDS + w))
+    if TURNED:
+        v = v * 2 % 8 + v // 4
+    after = gl.expand_dims(gl.convert_layout(after, gl.SliceLayout(2, LAYOUT), assert_trivial=True), 2)
+    return gl.load(gl.expand_dims(gl.expand_dims(data, 1), 2) + (v * WORDS + after + w))
 
 
 @gluon.jit
-def load_scales(SIDE: gl.constexpr, where, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
+def load_scales(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
     """Scales of both quarters of one half: two words for each thread, int32 [64, 8]."""
-    if WINDOW.name == ENTRIES.name:
-        return load_scale_words(SIDE, where, WINDOW)
-    else:
-        if where[2]:
-            first, second = load_scale_words(SIDE, where, WINDOW)
-        else:
-            first, second = load_scale_words(SIDE, where, ENTRIES)
-        return first, second
-
-
-@gluon.jit
-def load_scale_words(SIDE: gl.constexpr, where, LAYOUT: gl.constexpr):
     scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32))
     if LAYOUT.name == "v4":  # of a half's four scales
-        word = load_scale_word(scales + SIDE, 8)
+        word = load_scale_word(scales + SIDE, after, 8)
         return word, word
     elif LAYOUT.name == "v41":  # of a quarter's four
-        return load_scale_word(scales + SIDE * 2, 8), load_scale_word(scales + (SIDE * 2 + 1), 8)
+        return load_scale_word(scales + SIDE * 2, after, 8), load_scale_word(scales + (SIDE * 2 + 1), after, 8)
     else:  # of a quarter's eight
         gl.static_assert(LAYOUT.name == "v41_fp4")
-        return load_scale_word(scales + SIDE * 4, 4), load_scale_word(scales + (SIDE * 4 + 2), 4)
+        return load_scale_word(scales + SIDE * 4, after, 4), load_scale_word(scales + (SIDE * 4 + 2), after, 4)
 
 
 @gluon.jit
-def load_scale_word(scales, THREADS: gl.constexpr):
+def load_scale_word(scales, after, THREADS: gl.constexpr):
     """A word for THREADS threads of a row."""
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
+    KEYS: gl.constexpr = scales.shape[0]
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
     v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, WIDE))), 0)
-    return gl.load(gl.expand_dims(scales, 1) + v // THREADS)
+    return gl.load(gl.expand_dims(scales, 1) + (v // THREADS + after))
 
 
 @gluon.jit
-def convert_part(PART: gl.constexpr, part, scales, in_window, keys, half, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
-    """Write one part of a block as bf16 into its quarter of shared memory, or two quarters."""
+def convert_half(SIDE: gl.constexpr, codes, scales, in_window, keys, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
+    """Write one half of a block as bf16 into shared memory."""
     if WINDOW.name == ENTRIES.name:
-        convert_codes(PART, part, scales, keys[PART // 2].index(half), WINDOW)
+        convert_codes(SIDE, codes, scales, keys, WINDOW)
     else:
         if in_window:
-            convert_codes(PART, part, scales, keys[PART // 2].index(half), WINDOW)
+            convert_codes(SIDE, codes, scales, keys, WINDOW)
         else:
-            convert_codes(PART, part, scales, keys[PART // 2].index(half), ENTRIES)
+            convert_codes(SIDE, codes, scales, keys, ENTRIES)
 
 
 @gluon.jit
-def convert_codes(PART: gl.constexpr, part, scales, keys, LAYOUT: gl.constexpr):
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps())
-    NARROW: gl.constexpr = code_layout(2, gl.num_warps())
+def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr):
+    KEYS: gl.constexpr = keys.shape[0]
+    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
+    NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
     if LAYOUT.name == "v4":
-        if PART < 3:
-            values = convert_e4m3(part, pick_scale(scales[0], PART % 2 * 2, 4, WIDE))
+        store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 4, WIDE)), keys, 0)
+        if SIDE == 0:
+            values = convert_e4m3(codes[1], pick_scale(scales[0], 2, 4, WIDE))
         else:
-            values = convert_e4m3(part[0], pick_scale(scales[0], 2, 8, NARROW))
-            values = gl.join(gl.reshape(values, [64, 32]), gl.reshape(part[1], [64, 32])).permute((0, 2, 1))
-        store_words(values, keys, PART % 2)
+            values = convert_e4m3(codes[1][0], pick_scale(scales[0], 2, 8, NARROW))
+            values = gl.join(turn_back(values), turn_back(codes[1][1])).permute((0, 2, 1))
+        store_words(values, keys, 1)
     elif LAYOUT.name == "v41":
-        store_words(convert_e4m3(part, pick_scale(scales[PART % 2], 0, 2, WIDE)), keys, PART % 2)
-    elif PART % 2 == 0:
-        first, second = gl.split(gl.reshape(part, [64, 8, 2, 2]))
+        store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 2, WIDE)), keys, 0)
+        store_words(convert_e4m3(codes[1], pick_scale(scales[1], 0, 2, WIDE)), keys, 1)
+    else:
+        first, second = gl.split(gl.reshape(codes[0], [KEYS, 8, 2, 2]).permute((0, 1, 3, 2)))
         store_words(convert_e2m1(gl.convert_layout(first, NARROW), pick_scale(scales[0], 0, 1, NARROW)), keys, 0)
         store_words(convert_e2m1(gl.convert_layout(second, NARROW), pick_scale(scales[1], 0, 1, NARROW)), keys, 1)
+
+
+@gluon.jit
+def turn_back(values):
+    """int32 [64, 8, ...], 16 bytes of each thread in a turned order, to [64, 32]: four neighbours write to every other bank."""
+    KEYS: gl.constexpr = values.shape[0]
+    return gl.reshape(gl.reshape(values, [KEYS, 2, 4, 4]).permute((0, 2, 1, 3)), [KEYS, 32])
 
 
 @gluon.jit
@@ -605,8 +811,9 @@ def pick_scale(scales, FIRST: gl.constexpr, THREADS: gl.constexpr, LAYOUT: gl.co
 
 @gluon.jit
 def store_words(values, keys, SIDE: gl.constexpr):
-    words = keys._reinterpret(gl.int32, [64, 128], SHARED_WORDS)
-    words.slice(SIDE * 64, 64, dim=1).store(gl.reshape(values, [64, 64]))
+    KEYS: gl.constexpr = keys.shape[0]
+    words = keys._reinterpret(gl.int32, [KEYS, 128], SHARED_WORDS)
+    words.slice(SIDE * 64, 64, dim=1).store(gl.reshape(values, [KEYS, 64]))
 
 
 @gluon.jit
@@ -647,20 +854,21 @@ def convert_e4m3(codes, scale):
 def convert_e2m1(codes, scale):
     """codes int32 [64, 8, V] of eight e2m1 each, scale int32 [64, 8] e4m3 -> words [64, 8, V, 2, 2] of two bf16 each.
 
-    Both bytes of a magnitude's bf16 are looked up, eight entries by three bits; the sign is bit 3.
+    Both bytes of a magnitude's bf16 are looked up, eight entries by three bits; the sign is bit 3. A scale's bits moved to bf16's fields
+    are its value times 2^-120.
     """
-    scale, codes = gl.broadcast(gl.expand_dims(scale, 2), codes)
+    pair = gl.inline_asm_elementwise(
+        "{ .reg .b32 c; mov.b32 c, 0x7b807b80; mul.rn.bf16x2 $0, $1, c; }",
+        "=r,r",
+        [((scale & 0x7F) << 4 | (scale & 0x80) << 8) * 0x10001],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    pair, codes = gl.broadcast(gl.expand_dims(pair, 2), codes)
     a, b, c, d = gl.inline_asm_elementwise(
         """{
-        .reg .b32 m, n, s, h, l, i, k, g, t, f, x;
-        and.b32 t, $5, 0x80;
-        shl.b32 f, $5, 4;
-        and.b32 f, f, 0x7f0;
-        shl.b32 t, t, 8;
-        or.b32 f, f, t;
-        prmt.b32 f, f, f, 0x1010;
-        mov.b32 x, 0x7b807b80;
-        mul.rn.bf16x2 f, f, x;
+        .reg .b32 m, n, s, h, l, i, k, g, t, x;
         mov.b32 k, 0x3f3f3f00;
         mov.b32 g, 0x40404040;
         mov.b32 x, 0xc0804000;
@@ -672,25 +880,21 @@ def convert_e2m1(codes, scale):
         prmt.b32 i, l, x, m;
         prmt.b32 k, k, g, n;
         prmt.b32 l, l, x, n;
+        prmt.b32 t, s, $4, 0x5140;
+        lop3.b32 h, t, 0x80808080, h, 0xea;
+        prmt.b32 t, s, $4, 0x7362;
+        lop3.b32 k, t, 0x80808080, k, 0xea;
         prmt.b32 m, i, h, 0x5140;
         prmt.b32 n, i, h, 0x7362;
         prmt.b32 i, l, k, 0x5140;
         prmt.b32 h, l, k, 0x7362;
-        prmt.b32 t, s, $4, 0x4000;
-        lop3.b32 m, t, 0x80008000, m, 0xea;
-        prmt.b32 t, s, $4, 0x5010;
-        lop3.b32 n, t, 0x80008000, n, 0xea;
-        prmt.b32 t, s, $4, 0x6020;
-        lop3.b32 i, t, 0x80008000, i, 0xea;
-        prmt.b32 t, s, $4, 0x7030;
-        lop3.b32 h, t, 0x80008000, h, 0xea;
-        mul.rn.bf16x2 $0, m, f;
-        mul.rn.bf16x2 $1, n, f;
-        mul.rn.bf16x2 $2, i, f;
-        mul.rn.bf16x2 $3, h, f;
+        mul.rn.bf16x2 $0, m, $5;
+        mul.rn.bf16x2 $1, n, $5;
+        mul.rn.bf16x2 $2, i, $5;
+        mul.rn.bf16x2 $3, h, $5;
         }""",
         "=&r,=&r,=&r,=&r,r,r",
-        [codes, scale],
+        [codes, pair],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True,
         pack=1,
@@ -699,21 +903,22 @@ def convert_e2m1(codes, scale):
 
 
 def aot_cases() -> list[AotCase]:
-    """Every pair of layouts, with splits and without."""
+    """Every pair of layouts, with splits and without, and blocks of 32 keys."""
     pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("window_pages", "entry_pages", "zeros"), "*u8")
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
     pointers |= dict.fromkeys(("sink", "lse", "partial_out", "partial_lse"), "*fp32")
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
-    aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h", "H")
-    signature = pointers | dict.fromkeys((*aligned[len(pointers) :], "count", "split_blocks"), "i32") | {"scale_log2": "fp32"}
+    aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
+    numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks")
+    signature = pointers | dict.fromkeys(numbers, "i32") | {"scale_log2": "fp32"}
 
-    def attend(pair: tuple[str, str], count: int) -> AotCase:
+    def attend(pair: tuple[str, str], count: int, keys: int = BLOCK_KEYS) -> AotCase:
         window, entries = layouts.get(pair[0]), layouts.get(pair[1])
-        constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "PARTIAL": count > 1}
-        constants |= {"WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
+        constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
+        constants |= {"PARTIAL": count > 1, "HEAD_BLOCKS": 1, "BLOCK": keys}
         constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
-        name = f"sparse_attention gluon {'+'.join(pair)} splits {count}"
+        name = f"sparse_attention gluon {'+'.join(pair)} k{keys} splits {count}"
         reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
 
-    return [attend(pair, count) for pair in PAIRS for count in (1, 2)]
+    return [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS]

@@ -17,7 +17,7 @@ from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Par
 LOG2_E = 1.4426950408889634
 FIXED_SPLIT_BLOCKS = 4  # in batch-invariant mode: 256 keys, so that 640 keys of one sequence still run on three SMs
 BLOCK_KEYS = 64
-# Fitted to 30 measured launches of the Hopper kernel, 11 to 229 us, with an error of 12 % at most; the unit is 3.2 us.
+# Fitted to 30 measured launches on an H200, 11 to 229 us, with an error of 12 % at most; the unit is 3.2 us.
 START_COST = 1.9  # of one program (launch, queries, result), in units of one block of keys
 COMBINE_COST = 0.5  # of the second launch, in the same unit
 PART_COST = 0.016  # of writing and reading one part, in the same unit
