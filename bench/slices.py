@@ -151,7 +151,10 @@ def _plain(
     values = torch.randn(
         spec.shape, device=device, generator=generator, dtype=dtype if spec.kind == "embedding" else torch.float32
     )
-    return values if spec.kind == "embedding" or len(spec.shape) < 2 else values.mul_(spec.shape[-1] ** -0.5)
+    if spec.kind == "embedding" or len(spec.shape) < 2:
+        return values
+    values.mul_(spec.shape[-1] ** -0.5)
+    return values if "hc_" in name or name.endswith("ape") else values.bfloat16().float()  # as files store it (V4 spec 4.2)
 
 
 def _linear(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -268,15 +268,6 @@ def tokens_of(count: int, columns: int, seed: int = 0) -> torch.Tensor:
 def sum_error(columns: int) -> float:
     """Error over the sum of sizes: tensor cores cut, not round, after each 16 products, up to one step of fp32 each."""
     return max(2**-17, columns / 16 * 2**-23)
-
-
-@pytest.fixture(autouse=True)
-def fp32_sums() -> Iterator[None]:
-    """As the engine sets it."""
-    matmul = torch.backends.cuda.matmul
-    before, matmul.allow_bf16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction, False
-    yield
-    matmul.allow_bf16_reduced_precision_reduction = before
 
 
 def assert_product(got: torch.Tensor, x: torch.Tensor, weight: LinearWeight | torch.Tensor) -> None:

@@ -35,6 +35,8 @@ _PARTS = (
     ("embed.weight", "embedding"),
     ("", "norms"),
 )
+# Used in fp32, stored as bf16 (V4 spec 4.1), which kernels read as it is.
+_NARROW = ("head.weight", "gate.weight", "compressor.wkv.weight", "compressor.wgate.weight")
 _UNREAD = "gate.bias_vl"  # chooses experts for positions of images
 
 
@@ -98,7 +100,9 @@ def _weights(config: ModelConfig, dtype: torch.dtype, tokens: np.ndarray) -> dic
             continue
         if _is_query_weight(name) and _layer(name) not in scoring:
             continue
-        sums[part_of(name)] += tensor_bytes(spec, config, dtype) * _share_read(spec, config, len(tokens))
+        narrow = spec.kind == "fp32" and name.endswith(_NARROW)
+        size = math.prod(spec.shape) * dtype.itemsize if narrow else tensor_bytes(spec, config, dtype)
+        sums[part_of(name)] += size * _share_read(spec, config, len(tokens))
     return dict(sums)
 
 

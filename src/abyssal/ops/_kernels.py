@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -44,13 +45,14 @@ from abyssal.ops.moe.triton import (
 from abyssal.ops.norm.triton import rms_norm
 from abyssal.ops.output_quant.triton import output_quant, output_quant_e4m3
 from abyssal.ops.qkv_insert.triton import qkv_insert, window_store
-from abyssal.ops.select_topk.triton import MAX_K, candidate_blocks, select_topk
+from abyssal.ops.select_topk.triton import MAX_K, SPREAD_PROGRAMS, candidate_blocks, select_topk
 from abyssal.ops.sparse_attention import triton as portable_attention
 from abyssal.ops.sparse_attention.arguments import KeyList, Records, check_layouts
 
 log = logging.getLogger("abyssal")
 
 MAX_HEADS = 128
+BESIDE_TOKENS = 16  # of a step whose kernels leave room for others beside them; from 32 on one stream is as fast, or faster
 KEYS_PER_PAGE = (KEYS_PER_TILE, 2 * KEYS_PER_TILE)
 
 
@@ -97,8 +99,9 @@ class KernelOps:
             gluon.append("index_score")
         self._attention = partial(attention, batch_invariant=batch_invariant)
         self._reserve(max_tokens)
-        # of the shared expert, where the routed ones leave room
+        # of the shared expert beside the routed ones, and of compression and choice beside the queries
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arrivals = torch.zeros(SPREAD_PROGRAMS, dtype=torch.int32, device=device)  # of programs that choose for one query
         mode = "; batch-invariant" if batch_invariant else ""
         log.info("ops: Gluon %s; all others Triton%s", ", ".join(gluon) or "none", mode)
 
@@ -109,6 +112,17 @@ class KernelOps:
 
     def decode_facts(self, positions: Tensor, rows: Tensor, folded: Tensor, pages: Tensor, plan: Plan) -> Tensor:
         return decode_facts(positions, rows, folded, pages, plan)
+
+    @contextmanager
+    def beside(self, tokens: int) -> Iterator[Callable[[], None]]:
+        stream = self._beside if tokens <= BESIDE_TOKENS else None
+        if stream is None:
+            yield lambda: None
+            return
+        here = torch.cuda.current_stream(self.device)
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            yield lambda: here.wait_stream(stream)
 
     def qkv_insert(
         self, q: Tensor, kv: Tensor, rope: Tensor, window: RecordView, layer_row: int, store: StoreFacts, eps: float | None
@@ -163,10 +177,12 @@ class KernelOps:
             return
         q, weights = query()
         k = min(config.index_topk, lists.max_visible[ratio])
-        chosen = torch.full((len(q), k), -1, dtype=torch.int32, device=q.device)
+        chosen = torch.empty(len(q), k, dtype=torch.int32, device=q.device)
         for i, span in enumerate(lists.spans):
             if span.max_visible[ratio]:
                 self._choose_in(i, span, plan, config, q, weights, batch, cache, selection, chosen)
+            else:
+                chosen[span.rows] = -1
         selection.entries = [chosen]
 
     def _choose_in(
@@ -220,9 +236,10 @@ class KernelOps:
                 q, weights, keys.pages, key_pages, blocks, visible, layout=layout, entries_per_page=per_page,
                 block_size=config.candidate_block_size,
             )  # fmt: skip
+        arrivals = self._arrivals[: visible.numel()].view(shape) if visible.numel() <= SPREAD_PROGRAMS else None
         select_topk(
             scores, visible, out.shape[2], maxima=maxima, blocks=blocks, page_table=entry_pages,
-            entries_per_page=records.spec.entries_per_page, out=out,
+            entries_per_page=records.spec.entries_per_page, out=out, arrivals=arrivals,
         )  # fmt: skip
 
     def attend(
@@ -237,7 +254,9 @@ class KernelOps:
             if chosen is None:
                 entries = KeyList(_records(view), lists.all_entries(view.spec.name, view.spec.row(plan.kv_source)), visible)
             else:
-                entries = KeyList(_records(view), chosen, visible.clamp(max=chosen.shape[1]))
+                if plan.ratio not in selection.lengths:
+                    selection.lengths[plan.ratio] = visible.clamp(max=chosen.shape[1])
+                entries = KeyList(_records(view), chosen, selection.lengths[plan.ratio])
         return self._attention(q, window, entries, sink, scale)[0]
 
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> products.PreparedLinear:
@@ -303,7 +322,7 @@ class KernelOps:
         return prepare_experts(layer)
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
-        beside = self._beside if len(x) <= 64 else None
+        beside = self._beside if len(x) <= BESIDE_TOKENS else None
         return moe(x, token_ids, experts, batch_invariant=self.batch_invariant, beside=beside)
 
     def route(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +55,9 @@ class ReferenceExperts:
 class ReferenceOps:
     as_lists = False
     batch_invariant = False
+
+    def beside(self, tokens: int) -> AbstractContextManager[Callable[[], None]]:
+        return nullcontext(lambda: None)
 
     def decode_facts(self, positions: Tensor, rows: Tensor, folded: Tensor, pages: Tensor, plan: Plan) -> Tensor:
         return decode_facts(positions, rows, folded, pages, plan)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ class Selection:
     entries: list[Tensor | None]  # of the latest index source
     # What later indexers may choose from, per query group: bool [n, b, N]; kernels: `candidate_blocks` per span.
     candidates: list[Any]
+    lengths: dict[int, Tensor] = field(default_factory=dict)  # kernels: ratio -> int32 [T], entries of each query's list
 
 
 Query = Callable[[], tuple[Tensor, Tensor]]  # index queries and head weights as `Ops.index_query` returns them
@@ -72,6 +74,13 @@ class Ops(Protocol):
     def index_query(
         self, q: Tensor, head_weights: Tensor, rope: Tensor, *, rotate_query: bool, grid: Grid | None
     ) -> tuple[Tensor, Tensor]: ...
+
+    def beside(self, tokens: int) -> AbstractContextManager[Callable[[], None]]:
+        """Of a step of so many tokens, launches inside may run beside those that follow, until the function that it gives is called.
+
+        What they read has to be kept until then.
+        """
+        ...
 
     def new_selection(self, batch: Batch) -> Selection: ...
 

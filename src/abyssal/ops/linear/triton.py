@@ -17,9 +17,21 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import INTERPRETED, e4m3_tiles, e4m3_values, power_of_two, store_like, to_bf16, to_fp32
+from abyssal.ops._records import (
+    INTERPRETED,
+    e4m3_tiles,
+    e4m3_values,
+    early,
+    power_of_two,
+    starts_early,
+    store_like,
+    to_bf16,
+    to_fp32,
+    wait_for_inputs,
+)
 from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 
 WARPS = 4  # each sums its own quarter of the columns
@@ -164,8 +176,11 @@ class QuantisedInput:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def quantise_kernel(x, x_stride, out, scales, num_rows, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr):
+def quantise_kernel(
+    x, x_stride, out, scales, num_rows, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """Token t, WIDTH columns per program. CODES: codes uint8 and scales fp32 [K / TILE, num_rows], else the rounded values."""
+    wait_for_inputs(EARLY)
     token = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     values = to_fp32(tl.load(x + token.to(tl.int64) * x_stride + column, mask=column < K, other=0.0))
@@ -202,8 +217,9 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
     if len(x) == 0:
         return
     quantise_kernel[len(x), triton.cdiv(x.shape[1], WIDTH)](
-        x, x.stride(0), out, scales, len(out), x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None, num_warps=1
-    )
+        x, x.stride(0), out, scales, len(out), x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None,
+        num_warps=1, **early(len(x) * triton.cdiv(x.shape[1], WIDTH), x),
+    )  # fmt: skip
 
 
 # A few tokens
@@ -297,6 +313,8 @@ def _product(
     t = tl.minimum(t0 + tl.arange(0, BT), T - 1).to(tl.int64)
     x += group * K
     acc = tl.zeros((WARPS if FP8 else B, BN, BT), tl.float32)
+    if not INTERPRETED:
+        gdc_wait()
     if TILE is not None:
         x_tile = group * tl.cdiv(K, TILE)
         both = _scales(first, x_scales, x_scale_stride, x_tile, t, scale, n0, n, K, TILE, ROW_BLOCK, COLUMN_BLOCK, UNIFORM)
@@ -349,7 +367,8 @@ def few_tokens_kernel(
     data0, scale0, out0, N0, tiles0, data1, out1, N1, tiles1, data2, out2, N2,
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, TILE: tl.constexpr,
     ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr, PARTS2: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Up to three groups of weights of one input; only the first may have scales, or a quantised input, `input0`.
 
@@ -373,6 +392,8 @@ def few_tokens_kernel(
                 x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K, N2,
                 BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False,
             )  # fmt: skip
+    if not INTERPRETED:
+        gdc_launch_dependents()  # not before, or what follows would take the place of programs that have not begun
 
 
 def few_tokens(
@@ -413,8 +434,9 @@ def few_tokens(
         first.data, first.scale, outs[0], len(first.data), tiles[0], data1, out1, rows1, tiles1, data2, out2, rows2,
         BT=config.tokens, BN0=rows[0], BN1=rows[1], BN2=rows[2], TILE=first.tile,
         ROW_BLOCK=first.block and first.block[0], COLUMN_BLOCK=first.block and first.block[1],
-        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0, ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1, WARPS=WARPS, COLUMNS=COLUMNS,
-        num_warps=WARPS, num_stages=config.num_stages,
+        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0,
+        ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1,
+        WARPS=WARPS, COLUMNS=COLUMNS, num_warps=WARPS, num_stages=config.num_stages, launch_pdl=starts_early(sum(tiles) * token_tiles, plain),
     )  # fmt: skip
     return outs
 
@@ -655,7 +677,7 @@ def aot_cases() -> list[AotCase]:
         AotCase(
             f"quantise tile={tile} codes={codes}", quantise_kernel,
             {"x": "*bf16", "x_stride": "i32", "out": "*u8" if codes else "*bf16", "scales": "*fp32", "num_rows": "i32", "K": "i32"},
-            {"TILE": tile, "WIDTH": WIDTH, "CODES": codes} | ({} if codes else {"scales": None}), num_warps=1,
+            {"TILE": tile, "WIDTH": WIDTH, "CODES": codes, "EARLY": True} | ({} if codes else {"scales": None}), num_warps=1,
             aligned=("x", "x_stride", "out", "K"),
         )
         for tile, codes in ((128, True), (32, False))

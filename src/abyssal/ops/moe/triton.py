@@ -33,12 +33,14 @@ from abyssal.ops._records import (
     e2m1_values,
     e4m3_codes,
     e4m3_values,
+    early,
     power_of_two,
     round_like,
     scale_tiles,
     store_like,
     to_bf16,
     to_fp32,
+    wait_for_inputs,
 )
 from abyssal.ops.linear import LinearWeight, dequantize
 from abyssal.ops.linear.triton import PreparedLinear, linear, prepare_linear
@@ -47,6 +49,7 @@ from abyssal.ops.moe import ExpertLayer
 CHUNK = tl.constexpr(128)  # values along K per step: one word of four scales per row
 # Scales enter as 2^(byte - 127 - 32): with the bias of the placed bits they stay within bf16 up to 2^33. Sums are multiplied by 2^32.
 SCALE_DOWN = 32
+PLANLESS_CHOICES = 16  # so few rarely share an expert
 SUM_FLOOR = tl.constexpr(1e-20)  # scores may all underflow to 0
 
 
@@ -130,6 +133,7 @@ class KernelExperts:
     w2: KernelWeight
     shared_in: PreparedLinear  # w1 and w3
     shared_out: PreparedLinear
+    arrivals: Tensor  # int32 [PLANLESS_CHOICES, tiles of w2's input], zero between launches
     num_experts: int
     k: int
     scale: float
@@ -139,14 +143,17 @@ class KernelExperts:
 
 def prepare_experts(layer: ExpertLayer) -> KernelExperts:
     """The weights of an expert layer; FP4 and FP8 data of released sizes is shared, not copied."""
+    w2 = prepare_weight(layer.w2)
+    tiles = 1 if w2.tile is None else w2.shape[2] // w2.tile
     return KernelExperts(
         prepare_linear([layer.gate]),
         layer.bias,
         None if layer.tid2eid is None else layer.tid2eid.int(),
         prepare_weight(layer.w13, 2),
-        prepare_weight(layer.w2),
+        w2,
         prepare_linear([layer.shared_w1, layer.shared_w3]),
         prepare_linear([layer.shared_w2]),
+        torch.zeros(PLANLESS_CHOICES, tiles, dtype=torch.int32, device=w2.data.device),
         layer.gate.shape[0],
         layer.k,
         layer.scale,
@@ -482,23 +489,27 @@ def _product(
     column = tl.arange(0, 32 if FORMAT == "plain" else 64)[None, :]
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     for step in tl.range(K // 128, num_stages=STAGES):
+        sums = tl.zeros((ROWS, TOKENS), tl.float32)
         if FORMAT == "fp4":
             first = tl.trans(tl.load(x + step * 128 + column, mask=live, other=0.0))
             second = tl.trans(tl.load(x + step * 128 + 64 + column, mask=live, other=0.0))
             v = _unpack_fp4(tl.load(w + step * 16 + word), _scales(tl.load(s + step), 0, ROWS, FORMAT))
-            acc = tl.dot(_tile(v[0], v[1], v[2], v[3], ROWS, WARPS), first, acc)
-            acc = tl.dot(_tile(v[4], v[5], v[6], v[7], ROWS, WARPS), second, acc)
+            sums = tl.dot(_tile(v[0], v[1], v[2], v[3], ROWS, WARPS), first, sums)
+            sums = tl.dot(_tile(v[4], v[5], v[6], v[7], ROWS, WARPS), second, sums)
         elif FORMAT == "fp8":
             scale = tl.load(s + step)
             for part in tl.static_range(2):
                 here = tl.trans(tl.load(x + step * 128 + part * 64 + column, mask=live, other=0.0))
                 v = _unpack_fp8(tl.load(w + step * 32 + part * 16 + word), _scales(scale, part, ROWS, FORMAT))
-                acc = tl.dot(_tile(v[0], v[1], v[2], v[3], ROWS, WARPS), here, acc)
+                sums = tl.dot(_tile(v[0], v[1], v[2], v[3], ROWS, WARPS), here, sums)
         else:
             for part in tl.static_range(4):
                 here = tl.trans(tl.load(x + step * 128 + part * 32 + column, mask=live, other=0.0))
                 a, b = _unpack_plain(tl.load(w + step * 64 + part * 16 + word))
-                acc = tl.dot(_plain_tile(a, b, ROWS, WARPS), here, acc)
+                sums = tl.dot(_plain_tile(a, b, ROWS, WARPS), here, sums)
+        # Apart from the products: Triton lets a product whose sums only the next one takes run on while its operand's registers are
+        # written anew.
+        acc += sums
     return acc
 
 
@@ -518,62 +529,49 @@ def _softplus(z):
 
 
 @triton.jit
-def _take_over(EARLY: tl.constexpr):
-    """Start of a kernel that may be launched before the one before it ends: wait for that, then let the next one start."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-@triton.jit
 def moe_route(
     logits, logits_stride, bias, tid2eid, token_ids, x, experts, weights, inputs, scale, temperature,
     E: tl.constexpr, EP: tl.constexpr, CHOICES: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr, STEPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token per program: its experts int32 [T, k] and weights fp32 [T, k], and its input on the products' grid, bf16 [T, DP].
+    """Program (t, 0): experts int32 [T, k] and weights fp32 [T, k] of token t; program (t, 1 + p): WIDTH values, number p, of its input.
 
-    A token id below 0 marks a row that only fills up the batch: its experts are -1.
+    A token id below 0 marks a row that only fills up the batch: its experts are -1. One warp each: nothing waits for other warps.
     """
-    _take_over(EARLY)
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, EP)
-    z = tl.load(logits + token * logits_stride + expert, mask=expert < E, other=0.0) / temperature
-    identity = tl.load(token_ids + token)
-    _store_input(x + token * D, inputs + token * DP, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
-    scores = tl.sqrt_rn(_softplus(z))
-    taken = tl.arange(0, padded_count(CHOICES))
-    chosen = tl.full(taken.shape, -1, tl.int32)
-    values = tl.zeros(taken.shape, tl.float32)
-    total = 0.0
-    if bias is not None:
-        biased = tl.where(expert < E, scores + tl.load(bias + expert, mask=expert < E, other=0.0), float("-inf"))
-    for j in tl.static_range(CHOICES):
-        if bias is not None:
-            best = tl.argmax(biased, 0, tie_break_left=True)
-            biased = tl.where(expert == best, float("-inf"), biased)
+    if tl.program_id(1) > 0:
+        _store_input(x, inputs, token, tl.program_id(1) - 1, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
+    else:
+        expert = tl.arange(0, EP)
+        z = tl.load(logits + token * logits_stride + expert, mask=expert < E, other=0.0) / temperature
+        identity = tl.load(token_ids + token)
+        scores = tl.sqrt_rn(_softplus(z))
+        taken = tl.arange(0, padded_count(CHOICES))
+        kept = taken < CHOICES
+        if bias is None:
+            chosen = tl.load(tid2eid + tl.maximum(identity, 0).to(tl.int64) * CHOICES + taken, mask=kept, other=-1)
         else:
-            best = tl.load(tid2eid + tl.maximum(identity, 0).to(tl.int64) * CHOICES + j)
-        value = tl.sum(tl.where(expert == best, scores, 0.0), 0)
-        chosen = tl.where(taken == j, best, chosen)
-        values = tl.where(taken == j, value, values)
-        total += value
-    chosen = tl.where(identity < 0, -1, chosen)
-    kept = taken < CHOICES
-    tl.store(experts + token * CHOICES + taken, chosen, mask=kept)
-    tl.store(weights + token * CHOICES + taken, values / (total + SUM_FLOOR) * scale, mask=kept)
+            biased = tl.where(expert < E, scores + tl.load(bias + expert, mask=expert < E, other=0.0), float("-inf"))
+            chosen = tl.full(taken.shape, -1, tl.int32)
+            for j in tl.static_range(CHOICES):
+                best = tl.argmax(biased, 0, tie_break_left=True)
+                biased = tl.where(expert == best, float("-inf"), biased)
+                chosen = tl.where(taken == j, best, chosen)
+        values = tl.sum(tl.where(chosen[:, None] == expert[None, :], scores[None, :], 0.0), 1)
+        tl.store(experts + token * CHOICES + taken, tl.where(identity < 0, -1, chosen), mask=kept)
+        tl.store(weights + token * CHOICES + taken, values / (tl.sum(values, 0) + SUM_FLOOR) * scale, mask=kept)
 
 
 @triton.jit
 def _store_input(
-    x, inputs, D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
-    STEPS: tl.constexpr,
+    x, inputs, token, part, D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr,
+    FORMAT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    for start in tl.static_range(0, DP, WIDTH):
-        k = start + tl.arange(0, WIDTH)[None, :]
-        raw = to_fp32(tl.load(x + k, mask=k < D, other=0.0))
-        tl.store(inputs + place(k, FORMAT, STEPS), to_bf16(rounded(raw, TILE, 1, WIDTH, quant)), mask=k < DP)
+    k = part * WIDTH + tl.arange(0, WIDTH)[None, :]
+    raw = to_fp32(tl.load(x + token * D + k, mask=k < D, other=0.0))
+    tl.store(inputs + token * DP + place(k, FORMAT, STEPS), to_bf16(rounded(raw, TILE, 1, WIDTH, quant)), mask=k < DP)
 
 
 @triton.jit
@@ -582,8 +580,7 @@ def moe_input(
     STEPS: tl.constexpr,
 ):  # fmt: skip
     """The input of experts that another rank chose: x [T, D] -> bf16 [T, DP] on the products' grid and in their order."""
-    token = tl.program_id(0).to(tl.int64)
-    _store_input(x + token * D, inputs + token * DP, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
+    _store_input(x, inputs, tl.program_id(0).to(tl.int64), tl.program_id(1), D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
 
 
 @triton.jit
@@ -608,7 +605,9 @@ def moe_plan(
     that the routing leaves empty, which the last program writes. Experts outside `first` .. `first` + E are left out. arrivals int32
     [blocks, ARRIVALS] becomes 0.
     """
-    _take_over(EARLY)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(0)
     lane = tl.arange(0, SPAN)
     bins = tl.arange(0, EP)
@@ -659,28 +658,42 @@ def _hidden(sums, weight, limit, ROWS: tl.constexpr, TOKENS: tl.constexpr):
     return to_bf16(_swiglu(round_like(gate, True), round_like(up, True), limit) * weight)
 
 
+@triton.jit
+def _block(plan, order, blocks, first, E: tl.constexpr):
+    """Expert, first place and end of the block of this program, expert -1: none. Without a plan every choice is a block."""
+    block = tl.program_id(1)
+    expert = tl.load(plan + block)
+    if order is None:
+        expert -= first
+        return tl.where((expert >= 0) & (expert < E), expert, -1), block, block + 1
+    else:
+        return expert, tl.load(plan + blocks + block), tl.load(plan + 2 * blocks + block)
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def moe_up(
-    inputs, w, s, plan, order, weights, hidden, arrivals, blocks, limit,
-    K: tl.constexpr, I: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+    inputs, w, s, plan, order, weights, hidden, arrivals, blocks, limit, first_expert,
+    E: tl.constexpr, K: tl.constexpr, I: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     WARPS: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """hidden bf16 [places, I] = silu(w1 x) (w3 x) weight, on the grid and in the order of the second product's input.
 
-    Where a tile of that grid spans several programs, the last of them to arrive rounds it.
+    Where a tile of that grid spans several programs, the last of them to arrive rounds it and sets its counter back to 0.
+    `order` None: `plan` holds the choices' experts.
     """
-    _take_over(EARLY)
+    if EARLY:
+        gdc_wait()
+        if order is not None:
+            gdc_launch_dependents()
     block = tl.program_id(1)
-    expert = tl.load(plan + block)
-    start = tl.load(plan + blocks + block)
-    end = tl.load(plan + 2 * blocks + block)
+    expert, start, end = _block(plan, order, blocks, first_expert, E)
     if expert < 0:
         return
     first = tl.program_id(0) * (ROWS // 2)
     places = start + tl.arange(0, TOKENS)
     kept = places < end
-    choice = tl.load(order + places, mask=kept, other=0)
+    choice = tl.where(kept, places, 0) if order is None else tl.load(order + places, mask=kept, other=0)
     weight = tl.load(weights + choice, mask=kept, other=0.0)[None, :]
     x = inputs + (choice // CHOICES).to(tl.int64)[:, None] * K
     WORDS: tl.constexpr = row_words(K, FORMAT)
@@ -705,6 +718,8 @@ def moe_up(
         value = _hidden(acc * BIAS, weight, limit, ROWS // 2, TOKENS)
         column = first + tl.arange(0, ROWS // 2)[:, None]
         tl.store(to_hidden + place(column, OUT, WARPS > 1), value, mask=kept[None, :])
+    if EARLY and order is None:
+        gdc_launch_dependents()  # not before: the first loads of `moe_down` would hold these up
     if quant is not None:
         SPAN: tl.constexpr = max(TILE, ROWS // 2)
         tl.debug_barrier()
@@ -713,6 +728,8 @@ def moe_up(
             counter = arrivals + block * (I // SPAN) + first // SPAN
             ready = tl.atomic_add(counter, 1, sem="acq_rel") == SPAN // (ROWS // 2) - 1
         if ready:
+            if SPAN > ROWS // 2:
+                tl.store(counter, 0)
             span = first // SPAN * SPAN + tl.arange(0, SPAN)[None, :]
             here = hidden + places.to(tl.int64)[:, None] * I + place(span, OUT, WARPS > 1)
             raw = to_fp32(tl.load(here, mask=kept[:, None], other=0.0))
@@ -721,17 +738,14 @@ def moe_up(
 
 @triton.jit(do_not_specialize=["blocks"])
 def moe_down(
-    hidden, w, s, plan, order, outputs, blocks,
-    K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
+    hidden, w, s, plan, order, outputs, blocks, first_expert,
+    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
     FORMAT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """outputs bf16 [choices, N] = w2 hidden. What `moe_plan` wrote is there since `moe_up` began; only `hidden` has to be waited for."""
     if EARLY:
         gdc_launch_dependents()
-    block = tl.program_id(1)
-    expert = tl.load(plan + block)
-    start = tl.load(plan + blocks + block)
-    end = tl.load(plan + 2 * blocks + block)
+    expert, start, end = _block(plan, order, blocks, first_expert, E)
     if expert < 0:
         if EARLY:
             gdc_wait()
@@ -739,7 +753,7 @@ def moe_down(
     first = tl.program_id(0) * ROWS
     places = start + tl.arange(0, TOKENS)
     kept = places < end
-    choice = tl.load(order + places, mask=kept, other=0)
+    choice = tl.where(kept, places, 0) if order is None else tl.load(order + places, mask=kept, other=0)
     x = hidden + places.to(tl.int64)[:, None] * K
     WORDS: tl.constexpr = row_words(K, FORMAT)
     w += expert.to(tl.int64) * (N * WORDS)
@@ -777,11 +791,11 @@ def moe_sum(
     total = tl.zeros((WIDTH,), tl.float32)
     for j in tl.static_range(CHOICES):
         expert = tl.load(experts + token * CHOICES + j) - first
-        here = kept & (expert >= 0) & (expert < E)
-        total += to_fp32(tl.load(outputs + (token * CHOICES + j) * N + column, mask=here, other=0.0))
+        width = tl.where((expert >= 0) & (expert < E), D, 0)
+        total += to_fp32(tl.load(outputs + (token * CHOICES + j) * N + column, mask=column < width, other=0.0))
     if shared is not None:
-        live = kept & (tl.load(token_ids + token) >= 0)
-        total += to_fp32(tl.load(shared + token * D + column, mask=live, other=0.0))
+        width = tl.where(tl.load(token_ids + token) >= 0, D, 0)
+        total += to_fp32(tl.load(shared + token * D + column, mask=column < width, other=0.0))
     store_like(out + token * D + column, total, mask=kept)
 
 
@@ -826,10 +840,11 @@ def moe(
         routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
         return moe_total(routed, shared, token_ids, x.shape[1], early=x.is_cuda)
     here = torch.cuda.current_stream(x.device)
+    choice = route(x, token_ids, experts, config, batch_invariant)  # a short chain, which nothing may hold up
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
         shared = shared_expert(x, experts, batch_invariant)
-    routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
+    routed = routed_experts(choice, experts, config)
     here.wait_stream(beside)
     return moe_total(routed, shared, token_ids, x.shape[1], early=False)  # it follows two kernels
 
@@ -850,10 +865,12 @@ def route(x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfi
     chosen = torch.empty(tokens, experts.k, dtype=torch.int32, device=x.device)
     weights = torch.empty(tokens, experts.k, dtype=torch.float32, device=x.device)
     inputs = torch.empty(tokens, experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
-    moe_route[(tokens,)](
+    constants = _input_constants(dim, experts.w13, config.up)
+    programs = tokens, 1 + constants["DP"] // constants["WIDTH"]
+    moe_route[programs](
         logits, logits.stride(0), experts.bias, experts.tid2eid, token_ids, x, chosen, weights, inputs, experts.scale,
         experts.temperature, E=experts.num_experts, EP=triton.next_power_of_2(experts.num_experts), CHOICES=experts.k,
-        **_input_constants(dim, experts.w13, config.up), EARLY=x.is_cuda, num_warps=4, launch_pdl=x.is_cuda,
+        **constants, num_warps=1, **early(math.prod(programs), x),
     )  # fmt: skip
     return Choice(chosen, weights, inputs)
 
@@ -862,7 +879,7 @@ def _input_constants(dim: int, weight: KernelWeight, config: ProductConfig) -> d
     columns = weight.shape[2]
     quant = None if weight.tile is None else Grid(columns, "e4m3", weight.tile, "ue8m0")
     return {
-        "D": dim, "DP": columns, "WIDTH": min(1024, columns & -columns), "quant": quant, "TILE": weight.tile or 1,
+        "D": dim, "DP": columns, "WIDTH": min(512, columns & -columns), "quant": quant, "TILE": weight.tile or 1,
         "FORMAT": weight.format, "STEPS": config.warps > 1,
     }  # fmt: skip
 
@@ -876,7 +893,7 @@ class Routed:
 
 
 def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *, first: int = 0) -> Routed:
-    """The outputs of all choices: three launches.
+    """The outputs of all choices: three launches, or two for a few choices, which need no plan.
 
     Args:
         first: the number of the first expert of `experts`, where a rank holds some of them; choices of others are left out.
@@ -887,30 +904,33 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     _, rows, inner = experts.w2.shape
     up, down = _fitting(config.up, columns), _fitting(config.down, inner)
     assert (up.block_tokens, up.warps) == (down.block_tokens, down.warps), f"{config}: the products share their blocks of tokens"
-    blocks = num_blocks(choices, count, up.block_tokens)
     device, early = choice.inputs.device, choice.inputs.is_cuda
     tile = experts.w2.tile
     arrivals = 0 if tile is None or tile <= up.block_rows // 2 else inner // tile
-    counters = torch.empty(blocks, max(1, arrivals), dtype=torch.int32, device=device)
-    order = torch.empty(choices, dtype=torch.int32, device=device)
-    plan = torch.empty(3, blocks, dtype=torch.int32, device=device)
-    span = min(4096, max(128, triton.next_power_of_2(choices)))
-    moe_plan[(count + 1,)](
-        choice.experts, order, plan, counters, choices, blocks, first, E=count, EP=triton.next_power_of_2(count),
-        BLOCK=up.block_tokens, SPAN=span, ARRIVALS=arrivals, EARLY=early, num_warps=4 if span <= 1024 else 8, launch_pdl=early,
-    )  # fmt: skip
+    if choices <= PLANLESS_CHOICES:
+        blocks, plan, order, counters = choices, choice.experts, None, experts.arrivals
+    else:
+        blocks = num_blocks(choices, count, up.block_tokens)
+        counters = torch.empty(blocks, max(1, arrivals), dtype=torch.int32, device=device)
+        order = torch.empty(choices, dtype=torch.int32, device=device)
+        plan = torch.empty(3, blocks, dtype=torch.int32, device=device)
+        span = min(4096, max(128, triton.next_power_of_2(choices)))
+        moe_plan[(count + 1,)](
+            choice.experts, order, plan, counters, choices, blocks, first, E=count, EP=triton.next_power_of_2(count),
+            BLOCK=up.block_tokens, SPAN=span, ARRIVALS=arrivals, EARLY=early, num_warps=4 if span <= 1024 else 8, launch_pdl=early,
+        )  # fmt: skip
     hidden = torch.empty(choices, inner, dtype=torch.bfloat16, device=device)
     outputs = torch.empty(choices, rows, dtype=torch.bfloat16, device=device)
     _, up_rows, _ = experts.w13.shape
     quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
     moe_up[(up_rows // up.block_rows, blocks)](
-        choice.inputs, experts.w13.words, experts.w13.scale, plan, order, choice.weights, hidden, counters, blocks, experts.limit,
-        K=columns, I=inner, CHOICES=k, TOKENS=up.block_tokens, ROWS=up.block_rows, CHUNKS=up.chunks, WARPS=up.warps,
+        choice.inputs, experts.w13.words, experts.w13.scale, plan, order, choice.weights, hidden, counters, blocks, experts.limit, first,
+        E=count, K=columns, I=inner, CHOICES=k, TOKENS=up.block_tokens, ROWS=up.block_rows, CHUNKS=up.chunks, WARPS=up.warps,
         FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early, num_warps=up.warps, num_stages=1,
         launch_pdl=early,
     )  # fmt: skip
     moe_down[(rows // down.block_rows, blocks)](
-        hidden, experts.w2.words, experts.w2.scale, plan, order, outputs, blocks, K=inner, N=rows, TOKENS=down.block_tokens,
+        hidden, experts.w2.words, experts.w2.scale, plan, order, outputs, blocks, first, E=count, K=inner, N=rows, TOKENS=down.block_tokens,
         ROWS=down.block_rows, CHUNKS=down.chunks, WARPS=down.warps, FORMAT=experts.w2.format, EARLY=early, num_warps=down.warps,
         num_stages=1, launch_pdl=early,
     )  # fmt: skip
@@ -990,7 +1010,8 @@ def sum_of_choices(outputs: Tensor, chosen: Tensor, shared: Tensor, token_ids: T
 
 def _routed_here(x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int, config: MoeConfig) -> Routed:
     inputs = torch.empty(len(x), experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
-    moe_input[(len(x),)](x, inputs, **_input_constants(x.shape[1], experts.w13, config.up), num_warps=4)
+    constants = _input_constants(x.shape[1], experts.w13, config.up)
+    moe_input[len(x), constants["DP"] // constants["WIDTH"]](x, inputs, **constants, num_warps=1)
     return routed_experts(Choice(chosen, weights, inputs), experts, config, first=first)
 
 
@@ -1033,15 +1054,18 @@ def aot_cases() -> list[AotCase]:
 def _product_cases(
     name: str, sizes: tuple[int, int, int, int | None], format: str, config: ProductConfig, archs: tuple[int, ...]
 ) -> list[AotCase]:
-    dim, inner, _, tile = sizes
+    dim, inner, experts, tile = sizes
     constants = {
+        "E": experts,
         "TOKENS": config.block_tokens, "ROWS": config.block_rows, "CHUNKS": config.chunks, "WARPS": config.warps, "FORMAT": format,
         "EARLY": True,
     } | ({"s": None} if format == "plain" else {})  # fmt: skip
     quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
     up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1}
     text = f"{name} {config.block_tokens}x{config.block_rows} warps {config.warps}"
-    weights = {"w": "*i32", "plan": "*i32", "order": "*i32", "blocks": "i32"} | ({} if format == "plain" else {"s": "*i32"})
+    planless = config.block_rows == 16
+    weights = {"w": "*i32", "plan": "*i32", "blocks": "i32", "first_expert": "i32"} | ({} if format == "plain" else {"s": "*i32"})
+    constants, weights = (constants | {"order": None}, weights) if planless else (constants, weights | {"order": "*i32"})
     hidden = weights | {"inputs": "*bf16", "weights": "*fp32", "hidden": "*bf16", "arrivals": "*i32", "limit": "fp32"}
     output = weights | {"hidden": "*bf16", "outputs": "*bf16"}
     return [
@@ -1063,13 +1087,19 @@ def _routing_cases(name: str, sizes: tuple[int, int, int, int | None], format: s
     }  # fmt: skip
     constants: dict[str, Any] = {
         "E": experts, "EP": padded, "CHOICES": 6, "D": dim, "DP": dim, "WIDTH": 1024, "TILE": tile or 1, "FORMAT": format,
-        "quant": None if tile is None else Grid(dim, "e4m3", tile, "ue8m0"), "STEPS": False, "EARLY": True,
+        "quant": None if tile is None else Grid(dim, "e4m3", tile, "ue8m0"), "STEPS": False,
     }  # fmt: skip
     cases = []
     for kind, absent in (("scored", "tid2eid"), ("hashed", "bias")):
         signature = {n: k for n, k in route.items() if n != absent}
         cases.append(
-            AotCase(f"moe_route {name} {kind}", moe_route, signature, constants | {absent: None}, aligned=("x", "inputs"))
+            AotCase(
+                f"moe_route {name} {kind}",
+                moe_route,
+                signature,
+                constants | {absent: None, "EARLY": True},
+                aligned=("x", "inputs"),
+            )
         )
     store = {n: constants[n] for n in ("D", "DP", "WIDTH", "TILE", "FORMAT", "quant", "STEPS")}
     cases.append(AotCase(f"moe_input {name}", moe_input, {"x": "*bf16", "inputs": "*bf16"}, store, aligned=("x", "inputs")))

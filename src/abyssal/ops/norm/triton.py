@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import e4m3_tiles, power_of_two, round_like, store_like, to_fp32
+from abyssal.ops._records import e4m3_tiles, early, power_of_two, round_like, store_like, to_fp32, wait_for_inputs
 from abyssal.ops.linear.triton import QuantisedInput
 
 
@@ -31,9 +31,10 @@ def _norm_row(x, stride, weight, out, scales, row, rows, D, eps, WIDTH: tl.const
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x, x_stride, x_weight, x_out, x_scales, DX, y, y_stride, y_weight, y_out, DY, rows, eps,
-    WX: tl.constexpr, WY: tl.constexpr, TILE: tl.constexpr,
+    WX: tl.constexpr, WY: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (0, r): row r of x, as codes uint8 and scales fp32 [DX / TILE, rows] if TILE is given; program (1, r): row r of y."""
+    wait_for_inputs(EARLY)
     row = tl.program_id(1).to(tl.int64)
     if tl.program_id(0) == 0:
         _norm_row(x, x_stride, x_weight, x_out, x_scales, row, rows, DX, eps, WX, TILE)
@@ -60,7 +61,8 @@ def rms_norm(*pairs: tuple[Tensor, Tensor], eps: float, tile: int | None = None)
         rms_norm_kernel[len(pairs), rows](
             x, x.stride(0), x_weight, x_out, None if quantised is None else quantised.scales, columns,
             y, 0 if y is None else y.stride(0), y_weight, y_out, second, rows, eps,
-            WX=triton.next_power_of_2(columns), WY=triton.next_power_of_2(second), TILE=tile, num_warps=4,
+            WX=triton.next_power_of_2(columns), WY=triton.next_power_of_2(second), TILE=tile,
+            num_warps=4, **early(len(pairs) * rows, x),
         )  # fmt: skip
     first = x_out if quantised is None else quantised
     return (first,) if y_out is None else (first, y_out)
@@ -73,7 +75,9 @@ def aot_cases() -> list[AotCase]:
     aligned = ("x", "x_stride", "x_weight", "x_out", "x_scales", "DX", "y", "y_stride", "y_weight", "y_out", "DY")
     cases = []
     for two, tile in ((True, 128), (True, 32), (True, None), (False, None)):
-        constants = {"WX": 2048, "WY": 512, "TILE": tile} | ({} if two else absent) | ({} if tile else {"x_scales": None})
+        constants = (
+            {"WX": 2048, "WY": 512, "TILE": tile, "EARLY": True} | ({} if two else absent) | ({} if tile else {"x_scales": None})
+        )
         free = tuple(name for name in aligned if name not in constants)
         signature = first | second | {"x_out": "*u8" if tile else "*bf16"}
         cases.append(AotCase(f"rms_norm{' of two' * two} tile={tile}", rms_norm_kernel, signature, constants, aligned=free))
