@@ -107,14 +107,14 @@ def test_tokens_of_a_slice_choose_experts_as_the_roof_expects(name: str, tmp_pat
     engine = slice_engine(name, small_slice(name, tmp_path, n_routed_experts=64), max_num_seqs=12)
     add_running(engine, 12, 200)
     chosen: list[int] = []
-    routed = moe_module.route
+    choose = moe_module.choose
 
     def watch(*args: Any) -> Any:
-        experts, weights = routed(*args)
+        experts, weights = choose(*args)
         chosen.append(len(experts.unique()))
         return experts, weights
 
-    monkeypatch.setattr(moe_module, "route", watch)
+    monkeypatch.setattr(moe_module, "choose", watch)
     for _ in range(3):
         engine.step()
     expected = expected_experts(engine.runner.model_config, 12)
