@@ -50,12 +50,13 @@ class RowTable:
         Raises:
             CheckpointError: the file ends early.
         """
-        unique, inverse = np.unique(rows.numpy().ravel(), return_inverse=True)
-        if unique.size and not 0 <= unique[0] <= unique[-1] < self.num_rows:
-            raise IndexError(f"rows {unique[0]} to {unique[-1]} asked of a table of {self.num_rows}")
+        asked = rows.numpy().ravel()
+        if asked.size and not 0 <= asked.min() <= asked.max() < self.num_rows:
+            raise IndexError(f"rows {asked.min()} to {asked.max()} asked of a table of {self.num_rows}")
         if self.held is not None:
-            codes, scales = (part[rows.numpy().ravel()] for part in self.held)
+            codes, scales = (part[asked] for part in self.held)
         else:
+            unique, inverse = np.unique(asked, return_inverse=True)
             codes, scales = np.split(self._lookup(unique)[inverse], [self._parts[0].row_bytes], axis=1)
         return torch.from_numpy(np.ascontiguousarray(codes)).view(torch.float8_e4m3fn), torch.from_numpy(
             np.ascontiguousarray(scales)

@@ -111,19 +111,26 @@ class Decoder:
         longest = max(positions, default=0) + 1
         own = next(n for n in self.batches if n >= len(caches)), next(n for n in self.capacities if n >= longest)
         common = self.model.comm.enter(own[0], own)
-        graph = None if common is None or self.device.type != "cuda" else self._captured(*common)
-        self._fill(caches, positions, token_ids, before)
-        self._run(graph, common or own)
+        self._launch(common or own, common is not None, caches, positions, token_ids, before)
         return self._logits[: len(caches)]
 
     @torch.inference_mode()
     def idle(self, shape: Shape) -> None:
         """Take part in a step of `shape` without a sequence."""
-        graph = None if self.device.type != "cuda" else self._captured(*shape)
-        self._fill([], [], [], [])
-        self._run(graph, shape)
+        self._launch(shape, True, [], [], [], [])
 
-    def _run(self, graph: torch.cuda.CUDAGraph | None, shape: Shape) -> None:
+    def _launch(
+        self,
+        shape: Shape,
+        replay: bool,
+        caches: list[SequenceCache],
+        positions: list[int],
+        token_ids: list[int] | Tensor,
+        before: list[list[int]],
+    ) -> None:
+        """A step in `shape`, on a GPU as a graph if `replay`."""
+        graph = self._captured(*shape) if replay and self.device.type == "cuda" else None
+        self._fill(caches, positions, token_ids, before)
         if graph is None:
             self._compute(*shape)
         else:

@@ -13,6 +13,7 @@ from abyssal.errors import ConfigError
 from abyssal.kv import codec
 from abyssal.kv.prefix import Block, Pages, PrefixIndex, block_keys
 from abyssal.kv.specs import BLOCK_TOKENS, ROLL_BACK, Bucket, CachePlan, CacheSpec
+from abyssal.ops.norm import rounded
 
 ALL = -1
 NO_PAGE = 0  # the zero page of every bucket: never handed out, always zero, so that slot -1 reads as zeros
@@ -580,7 +581,7 @@ class RecordView:
             slots, values = slots[stored], values[stored]
         layout = self.spec.layout
         if layout.grid is None:
-            rows = values if values.dtype == layout.dtype else values.to(layout.dtype)
+            rows = rounded(values, layout.dtype)
         else:
             rows, self._scales[self._split(slots)] = codec.encode(layout, values)
         if self._flat is None:

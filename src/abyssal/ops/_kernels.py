@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from abyssal.kv.layouts import Grid, Layout
 from abyssal.kv.pool import KVCache, RecordView
 from abyssal.kv.specs import CachePlan
 from abyssal.ops._select import Query, Selection, decides, publishes
+from abyssal.ops._streams import forked
 from abyssal.ops.compress.triton import Pages, compress
 from abyssal.ops.decode_facts import Plan
 from abyssal.ops.decode_facts.triton import decode_facts
@@ -113,16 +114,11 @@ class KernelOps:
     def decode_facts(self, positions: Tensor, rows: Tensor, folded: Tensor, pages: Tensor, plan: Plan) -> Tensor:
         return decode_facts(positions, rows, folded, pages, plan)
 
-    @contextmanager
-    def beside(self, tokens: int) -> Iterator[Callable[[], None]]:
-        stream = self._beside if tokens <= BESIDE_TOKENS else None
-        if stream is None:
-            yield lambda: None
-            return
-        here = torch.cuda.current_stream(self.device)
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            yield lambda: here.wait_stream(stream)
+    def _stream_beside(self, tokens: int) -> torch.cuda.Stream | None:
+        return self._beside if tokens <= BESIDE_TOKENS else None
+
+    def beside(self, tokens: int) -> AbstractContextManager[Callable[[], None]]:
+        return forked(self._stream_beside(tokens))
 
     def qkv_insert(
         self, q: Tensor, kv: Tensor, rope: Tensor, window: RecordView, layer_row: int, store: StoreFacts, eps: float | None
@@ -322,8 +318,7 @@ class KernelOps:
         return prepare_experts(layer)
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
-        beside = self._beside if len(x) <= BESIDE_TOKENS else None
-        return moe(x, token_ids, experts, batch_invariant=self.batch_invariant, beside=beside)
+        return moe(x, token_ids, experts, batch_invariant=self.batch_invariant, beside=self._stream_beside(len(x)))
 
     def route(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
         return choices_of(x, token_ids, experts, batch_invariant=self.batch_invariant)

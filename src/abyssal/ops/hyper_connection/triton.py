@@ -28,13 +28,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.ops._aot import BLACKWELL, HOPPER, AotCase
+from abyssal.ops._records import INTERPRETED, reciprocal
 from abyssal.ops.hyper_connection import MixWeights, Site
 
 STREAMS = 4
 # One token's row of partial sums: comb at 0, post at 16, pre at 20; from 24 with the site's own pre G 00, 11, 22, 33, 01, 02, 03,
 # 12, 13, 23 and zeros, with a given pre sum z^2, sum x^2; in two launches sum z^2 only.
 ROW = tl.constexpr(40)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,25 +544,16 @@ def _unpack(tiles, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal(value):
-    """1 / value: the guards of a division against other divisors than come here cost more than the quotient."""
-    if INTERPRETED:
-        return 1.0 / value
-    else:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def _reciprocals(values):
     results = ()
     for k in tl.static_range(4):
-        results = results + (_reciprocal(values[k]),)
+        results = results + (reciprocal(values[k]),)
     return results
 
 
 @triton.jit
 def _sigmoid(value):
-    return _reciprocal(1.0 + tl.exp(-value))
+    return reciprocal(1.0 + tl.exp(-value))
 
 
 @triton.jit

@@ -44,14 +44,17 @@ def experts_of_projected(logits: Tensor, gate: Tensor, up: Tensor, x: Tensor, to
     """As `expert_layer`, with the router's logits fp32 [T, E] and the shared expert's gate and up [T, I]."""
     ids = None if layer.tid2eid is None else layer.tid2eid[token_ids]
     experts, weights = choose(logits, layer.bias, ids, layer.k, layer.scale, layer.temperature)
-    shared = linear(swiglu(gate, up, None, layer.limit, x.dtype), layer.shared_w2).float()
+    shared = _shared_of(gate, up, layer, x.dtype).float()
     return rounded(_add_outputs(shared, x, experts, weights, layer.w13, layer.w2, layer.limit, 0), x.dtype)
 
 
 def shared_expert(x: Tensor, layer: ExpertLayer) -> Tensor:
     """[T, D] -> [T, D]."""
-    hidden = swiglu(linear(x, layer.shared_w1), linear(x, layer.shared_w3), None, layer.limit, x.dtype)
-    return linear(hidden, layer.shared_w2)
+    return _shared_of(linear(x, layer.shared_w1), linear(x, layer.shared_w3), layer, x.dtype)
+
+
+def _shared_of(gate: Tensor, up: Tensor, layer: ExpertLayer, dtype: torch.dtype) -> Tensor:
+    return linear(swiglu(gate, up, None, layer.limit, dtype), layer.shared_w2)
 
 
 def route(

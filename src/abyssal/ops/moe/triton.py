@@ -42,6 +42,7 @@ from abyssal.ops._records import (
     to_fp32,
     wait_for_inputs,
 )
+from abyssal.ops._streams import forked
 from abyssal.ops.linear import LinearWeight, dequantize
 from abyssal.ops.linear.triton import PreparedLinear, linear, prepare_linear
 from abyssal.ops.moe import ExpertLayer
@@ -839,13 +840,11 @@ def moe(
         shared = shared_expert(x, experts, batch_invariant)
         routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
         return moe_total(routed, shared, token_ids, x.shape[1], early=x.is_cuda)
-    here = torch.cuda.current_stream(x.device)
     choice = route(x, token_ids, experts, config, batch_invariant)  # a short chain, which nothing may hold up
-    beside.wait_stream(here)
-    with torch.cuda.stream(beside):
+    with forked(beside) as join:
         shared = shared_expert(x, experts, batch_invariant)
     routed = routed_experts(choice, experts, config)
-    here.wait_stream(beside)
+    join()
     return moe_total(routed, shared, token_ids, x.shape[1], early=False)  # it follows two kernels
 
 

@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv import layouts
 from abyssal.ops._aot import AotCase
+from abyssal.ops._records import wait_for_inputs
 from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Partial, Splits, check, empty_keys, traits
 
 LOG2_E = 1.4426950408889634
@@ -254,9 +254,7 @@ def combine_kernel(
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weighted mean of the parts of one head of one token, BLOCK at a time: parts without keys, or beyond `count`, change no bit."""
-    if EARLY:  # launched while the parts are still being written, as may be what follows
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_inputs(EARLY)  # launched while the parts are still being written
     token, head = tl.program_id(0) // H, tl.program_id(0) % H
     first = token.to(tl.int64) * count * H + head
     n = tl.arange(0, BLOCK)
