@@ -258,7 +258,7 @@ class KernelOps:
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> products.PreparedLinear:
         return products.prepare_linear(weights)
 
-    def linear(self, x: Tensor | products.QuantisedInput, prepared: products.PreparedLinear) -> tuple[Tensor, ...]:
+    def linear(self, x: products.Input, prepared: products.PreparedLinear) -> tuple[Tensor, ...]:
         return products.linear(x, prepared, batch_invariant=self.batch_invariant)
 
     def output_quant(
@@ -275,8 +275,10 @@ class KernelOps:
     def rms_norm(
         self, *pairs: tuple[Tensor, Tensor], eps: float, reader: products.PreparedLinear | None = None
     ) -> tuple[Any, ...]:
-        codes = reader is not None and products.takes_codes(len(pairs[0][0]), reader, batch_invariant=self.batch_invariant)
-        return rms_norm(*pairs, eps=eps, tile=reader.groups[0].tile if reader is not None and codes else None)
+        if reader is None:
+            return rms_norm(*pairs, eps=eps)
+        codes = products.takes_codes(len(pairs[0][0]), reader, batch_invariant=self.batch_invariant)
+        return rms_norm(*pairs, eps=eps, tile=reader.groups[0].tile, codes=codes)
 
     def prepare_table(self, table: RowTable) -> SharedTable | None:
         return None if table.held is None else share_table(*table.held, self.device)

@@ -31,19 +31,18 @@ from abyssal.ops._records import (
     to_bf16,
     to_fp32,
     wait_for_inputs,
+    zero_behind_loads,
 )
 from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 
-WARPS = 4  # each sums its own quarter of the columns
 COLUMNS = 128  # that a warp takes at a time
 PANEL_ROWS = 16
-STEP = WARPS * COLUMNS
 BLOCKS = (32, 64, 128)  # widths of weight blocks and of input tiles
-SHARED_BYTES = 96 << 10  # of loads in flight per program: two programs fit a multiprocessor
 FEW_TOKENS = 16
 TILED_TOKENS = 256
 MOST_GROUPS = 3  # of a launch
 PROGRAMS = 128  # that keep the card busy
+MOST_EXPONENT = 254 - 88  # byte of an e8m0 scale that `_unpack_fp8` takes
 
 Route = Literal["few", "tiled", "library"]
 
@@ -55,17 +54,15 @@ Route = Literal["few", "tiled", "library"]
 class Group:
     """Weights of one input and one format, rows one below the other."""
 
-    data: Tensor  # e4m3 or bf16 [N, K], see `panels`; fp32 weights: bf16 [N, 3 K]
-    scale: Tensor | None  # fp32 [ceil(N / block), ceil(K / block)]
+    data: Tensor  # e4m3 [N, K], see `panels`; bf16 [N, K], fp32 weights bf16 [N, 3 K], zeros from each K on to a multiple of 128
+    scale: Tensor | None  # fp32 [ceil(N / block), K / block]
+    exponents: Tensor | None  # the same as int16 [ceil(N / block), K / 32], see `_exponents`
     block: tuple[int, int] | None
     tile: int | None  # values of the input that share a scale; None: the input is not quantised
     out_dtype: torch.dtype
     parts: int  # bf16 weights whose sum the weight is
     rows: tuple[int, ...]  # of each weight
-
-    @property
-    def columns(self) -> int:
-        return self.data.shape[1] // self.parts
+    columns: int  # K
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +95,45 @@ def _piece(weight: LinearWeight | Tensor) -> Group:
     if isinstance(weight, Tensor):
         high = weight.bfloat16()
         if torch.equal(high.float(), weight):
-            return Group(high, None, None, None, torch.float32, 1, (len(weight),))
+            return _plain([high], None, torch.float32)
         middle = (weight - high.float()).bfloat16()
-        low = (weight - high.float() - middle.float()).bfloat16()
-        return Group(torch.cat((high, middle, low), 1), None, None, None, torch.float32, 3, (len(weight),))
+        return _plain([high, middle, (weight - high.float() - middle.float()).bfloat16()], None, torch.float32)
     block, tile = weight.block, weight.quantize_input
-    rows = (weight.shape[0],)
     if weight.format == "fp8" and block is not None and tile is not None and _has_kernel(weight.shape, block, tile):
         assert weight.scale is not None
         scale = e8m0_to_float(weight.scale) if weight.scale.dtype == torch.uint8 else weight.scale
-        data = panels(weight.data, width(tile, block[1]))
-        return Group(data, scale.contiguous(), block, tile, torch.bfloat16, 1, rows)
-    return Group(dequantize(weight, torch.bfloat16), None, None, tile, torch.bfloat16, 1, rows)
+        exponents = _exponents(scale, block[1])
+        if exponents is not None:
+            rows, columns = weight.shape
+            data = panels(weight.data, width(tile, block[1]))
+            return Group(data, scale.contiguous(), exponents, block, tile, torch.bfloat16, 1, (rows,), columns)
+    return _plain([dequantize(weight, torch.bfloat16)], tile, torch.bfloat16)
+
+
+def _plain(parts: list[Tensor], tile: int | None, out_dtype: torch.dtype) -> Group:
+    rows, columns = parts[0].shape
+    data = torch.cat([F.pad(part, (0, -columns % COLUMNS)) for part in parts], 1)
+    return Group(data, None, None, None, tile, out_dtype, len(parts), (rows,), columns)
 
 
 def _has_kernel(shape: tuple[int, ...], block: tuple[int, int], tile: int) -> bool:
     rows, columns = shape
-    known = block[0] % PANEL_ROWS == 0 and block[1] in BLOCKS and tile in BLOCKS
-    return known and (width(tile, block[1]) == COLUMNS or (rows % PANEL_ROWS == 0 and columns % width(tile, block[1]) == 0))
+    known = block[0] % PANEL_ROWS == 0 and block[1] in BLOCKS and tile in BLOCKS and columns % COLUMNS == 0
+    return known and (width(tile, block[1]) == COLUMNS or rows % PANEL_ROWS == 0)
+
+
+def _exponents(scale: Tensor, block: int) -> Tensor | None:
+    """fp32 [R, K / block], powers of two -> int16 [R, K / 32], for each 128 columns four numbers that a warp's lanes 0 .. 3 take.
+
+    A lane multiplies columns 16 c .. 16 c + 15, c its number, and those 64 further on: the bytes of their e8m0 scales, the first the
+    low one. None where there is no such byte, or it is too large.
+    """
+    bits = scale.view(torch.int32)
+    byte = bits >> 23
+    if ((bits & 0x807FFFFF) != 0).any() or (bits == 0).any() or (byte > MOST_EXPONENT).any():
+        return None
+    first, second = byte.repeat_interleave(block // 32, 1).unflatten(1, (-1, 2, 2)).unbind(2)  # [R, K / 128, 2]
+    return (first | second << 8).repeat_interleave(2, 2).flatten(1).to(torch.int16).contiguous()
 
 
 def width(tile: int | None, block: int | None) -> int:
@@ -142,10 +160,11 @@ def _joined(group: list[Group]) -> Group:
     first = group[0]
     if len(group) == 1:
         return first
-    scale = None if first.scale is None else torch.cat([part.scale for part in group if part.scale is not None])
     rows = tuple(part.rows[0] for part in group)
-    data = torch.cat([part.data for part in group])
-    return Group(data, scale, first.block, first.tile, first.out_dtype, first.parts, rows)
+    scale, exponents = (
+        None if first.scale is None else torch.cat([getattr(part, name) for part in group]) for name in ("scale", "exponents")
+    )
+    return dataclasses.replace(first, data=torch.cat([part.data for part in group]), scale=scale, exponents=exponents, rows=rows)
 
 
 # Input
@@ -173,6 +192,23 @@ class QuantisedInput:
         codes = torch.empty(tokens, *shape, dtype=torch.float8_e4m3fn, device=device)
         scales = torch.empty(math.prod(shape[:-1]) * -(-shape[-1] // tile), tokens, dtype=torch.float32, device=device)
         return cls(codes, scales, tile)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedInput:
+    """An input on the e4m3 grid of its tiles, dequantised."""
+
+    rounded: Tensor  # bf16 [T, K]
+    tile: int
+
+    def __len__(self) -> int:
+        return len(self.rounded)
+
+    def values(self) -> Tensor:
+        return self.rounded
+
+
+Input = Tensor | QuantisedInput | RoundedInput
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -227,150 +263,242 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
 
 @dataclass(frozen=True, slots=True)
 class FewConfig:
-    """Sizes of one launch. None changes a sum: each output is one chain of products per warp, then the sum over the warps."""
+    """Sizes of one launch. A sum depends on `warps` alone, and these on the columns: each warp adds up every `warps`-th 128 columns."""
 
     tokens: int  # of a program
     rows: tuple[int, ...]  # of a program, per group
-    num_stages: int
+    chunks: tuple[int, ...]  # of 128 columns of a warp whose loads are in flight together, per group
+    warps: int
 
 
-def rows_per_program(rows: int) -> int:
-    """16 rows, or 32 where that still gives every multiprocessor a program."""
-    return 32 if rows >= 32 * PROGRAMS else 16
-
-
-def few_config(tokens: int, groups: Sequence[tuple[int, int, int]], input_bytes: int) -> FewConfig:
+def few_config(tokens: int, groups: Sequence[tuple[int, int, int]]) -> FewConfig:
     """
     Args:
         groups: rows, bytes of a value, and columns of each group.
-        input_bytes: of a value of the input.
     """
     per_program = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
-    rows = tuple(rows_per_program(n) for n, _, _ in groups)
-    stage = max(STEP * (r * size + per_program * input_bytes) for r, (_, size, _) in zip(rows, groups, strict=True))
-    steps = max(-(-k // STEP) for _, _, k in groups)
-    return FewConfig(per_program, rows, 1 + max(1, min(6, steps, SHARED_BYTES // stage)))
+    rows = tuple(32 if n >= 256 * PROGRAMS and size == 1 else 16 for n, size, _ in groups)
+    chunks = tuple(
+        2 if size == 1 and height == 16 and per_program == 8 else 1 for height, (_, size, _) in zip(rows, groups, strict=True)
+    )
+    return FewConfig(per_program, rows, chunks, 4 if groups[0][2] <= 2048 else 8)
+
+
+# Bytes 0 and 1 of a word become the high bytes of two halves, then 2 and 3. Placed four bits lower a code's bits are a bf16 exponent and
+# mantissa, its value times 2^-120, so that one product per two values removes the bias and applies the scale, exactly.
+FP8_ASM = tl.constexpr("""
+{
+.reg .b32 t, m, o;
+prmt.b32 t, $4, 0, 0x1404; shr.u32 m, t, 4; and.b32 m, m, 0x07F007F0; lop3.b32 m, t, 0x80008000, m, 0xEA;
+mul.rn.bf16x2 o, m, $5; mov.b32 {$0, $1}, o;
+prmt.b32 t, $4, 0, 0x3424; shr.u32 m, t, 4; and.b32 m, m, 0x07F007F0; lop3.b32 m, t, 0x80008000, m, 0xEA;
+mul.rn.bf16x2 o, m, $5; mov.b32 {$2, $3}, o;
+}
+""")
+SCALE_DOWN = tl.constexpr(
+    32
+)  # powers of two by which weights are too small, so that their scales are bf16; sums are multiplied by 2^32
 
 
 @triton.jit
-def _halves(codes):
-    """e4m3 -> fp16, exact; in the interpreter, whose products of fp16 are slow, fp32."""
+def _unpack_fp8(words, exponents):
+    """int32 words and e8m0 bytes -> the four values bf16 of each word, times 2^-SCALE_DOWN."""
     if INTERPRETED:
-        return e4m3_values(codes.to(tl.uint8, bitcast=True))
+        scale = power_of_two(exponents - 127 - SCALE_DOWN)
+        values = ()
+        for k in tl.static_range(4):
+            values = values + (to_bf16(e4m3_values(((words >> (8 * k)) & 255).to(tl.uint8)) * scale),)
+        return values
     else:
-        return codes.to(tl.float16)
+        pairs = exponents * 0x00800080 + (120 - SCALE_DOWN) * 0x00800080  # 2^(byte - 127 - SCALE_DOWN + 120), twice
+        return tl.inline_asm_elementwise(
+            FP8_ASM, "=h,=h,=h,=h,r,r", [words, pairs], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
+            pack=1,
+        )  # fmt: skip
 
 
-_width = triton.constexpr_function(width)
+# In the tiles below a lane of a tensor-core product has what it has loaded, so that nothing moves: row l / 4 of 8, and with c = l % 4
+# columns 16 c .. 16 c + 15 of 64 (e4m3) or 8 c .. 8 c + 7 of 32 (bf16). As a sum over K may be taken in any order, the products number
+# K as these columns lie: groups of four of all lanes in turn, as Triton gives a lane four consecutive values of an operand. Dimensions are
+# [rows, warps, columns] where values are loaded: where nothing else decides, Triton spreads lanes over the first of them.
 
 
 @triton.jit
-def _scales(
-    start, x_scales, x_scale_stride, x_tile, t, scale, n0, n, K, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    COLUMN_BLOCK: tl.constexpr, UNIFORM: tl.constexpr,
+def _of_words(exponents, WARPS: tl.constexpr):
+    """int32 [8, WARPS, 4], one per lane -> [8, WARPS, 16], for each of its words."""
+    return tl.reshape(tl.broadcast_to(exponents[:, :, :, None], (8, WARPS, 4, 4)), (8, WARPS, 16))
+
+
+@triton.jit
+def _fp8_tile(low, high, low_exponents, high_exponents, WARPS: tl.constexpr):
+    """Words int32 [8, WARPS, 16] of eight rows and of the next eight, e8m0 bytes int32 [8, WARPS, 4] -> bf16 [WARPS, 16, 64]."""
+    a, b = _unpack_fp8(low, _of_words(low_exponents, WARPS)), _unpack_fp8(high, _of_words(high_exponents, WARPS))
+    values = tl.join(tl.join(tl.join(a[0], a[2]), tl.join(a[1], a[3])), tl.join(tl.join(b[0], b[2]), tl.join(b[1], b[3])))
+    parts = tl.reshape(values, (8, WARPS, 4, 4, 4, 2))  # row, warp, lane, word, value, eight
+    return tl.reshape(tl.permute(parts, (1, 5, 0, 3, 2, 4)), (WARPS, 16, 64))
+
+
+@triton.jit
+def _plain_tile(low, high, WARPS: tl.constexpr):
+    """Values bf16 [8, WARPS, 32] of eight rows and of the next eight -> [WARPS, 16, 32]."""
+    parts = tl.reshape(tl.join(low, high), (8, WARPS, 4, 2, 4, 2))  # row, warp, lane, four, value, eight
+    return tl.reshape(tl.permute(parts, (1, 5, 0, 3, 2, 4)), (WARPS, 16, 32))
+
+
+@triton.jit
+def _fp8_input(low, high, WARPS: tl.constexpr):
+    """bf16 [8, WARPS, 32] of eight tokens: of each lane's 16 columns the first eight, and the last -> [WARPS, 64, 8]."""
+    parts = tl.join(
+        tl.reshape(low, (8, WARPS, 4, 2, 4)), tl.reshape(high, (8, WARPS, 4, 2, 4))
+    )  # token, warp, lane, four, value, eight
+    return tl.permute(tl.reshape(tl.permute(parts, (1, 0, 5, 3, 2, 4)), (WARPS, 8, 64)), (0, 2, 1))
+
+
+@triton.jit
+def _plain_input(x, WARPS: tl.constexpr):
+    """bf16 [8, WARPS, 32] of eight tokens -> [WARPS, 32, 8]."""
+    parts = tl.reshape(x, (8, WARPS, 4, 2, 4))  # token, warp, lane, four, value
+    return tl.permute(tl.reshape(tl.permute(parts, (1, 0, 3, 2, 4)), (WARPS, 8, 32)), (0, 2, 1))
+
+
+@triton.jit
+def _load_weights(
+    data, exponents, n0, N_end, first, K, BN: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Scales of the products of the columns from `start` [B]: of the input alone for plain weights [B, 1, BT], else of both."""
-    inside = (start < K)[:, None]
-    x_scale = tl.load(x_scales + (x_tile + start // TILE)[:, None] * x_scale_stride + t[None, :], mask=inside, other=0.0)
-    both = x_scale[:, None, :]
-    if ROW_BLOCK is not None:
-        block = start // COLUMN_BLOCK
-        if UNIFORM:
-            row = n0 // ROW_BLOCK * tl.cdiv(K, COLUMN_BLOCK)
-            both *= tl.load(scale + row + block, mask=start < K, other=0.0)[:, None, None]
-        else:
-            row = n // ROW_BLOCK * tl.cdiv(K, COLUMN_BLOCK)
-            both *= tl.load(scale + row[None, :] + block[:, None], mask=inside, other=0.0)[:, :, None]
-    return both
+    """Of rows BN from n0 on, eight at a time, each warp's 128 columns from `first` [WARPS] on, and those of the next CHUNKS - 1 rounds.
+
+    Of e4m3 weights also the scales' bytes, for each 16 rows, or for each eight where 16 are not ALIGNED to blocks. Columns past the last
+    are not read: they have any e4m3 value, or zero.
+    """
+    FP8: tl.constexpr = ROW_BLOCK is not None
+    NEXT: tl.constexpr = 16 if BK == 128 else 256  # words from 64 columns to the next
+    values, scales = (), ()
+    for chunk in tl.static_range(CHUNKS):
+        column = (first + chunk * (WARPS * 128))[None, :, None]
+        inside = column < K
+        for eight in tl.static_range(BN // 8):
+            n = tl.minimum(n0 + eight * 8 + tl.arange(0, 8), N_end - 1).to(tl.int64)[:, None, None]
+            if FP8:
+                word = tl.arange(0, 16)[None, None, :]
+                if BK == 128:
+                    place = n * (K // 4) + column // 4 + word
+                else:
+                    place = n // 16 * (4 * K) + n % 16 * (BK // 4) + column * 4 + word // (BK // 4) * (4 * BK) + word % (BK // 4)
+                for part in tl.static_range(2):
+                    values = values + (tl.load(data + place + part * NEXT, mask=inside),)
+                if eight % 2 == 0 or not ALIGNED:
+                    lane = n // ROW_BLOCK * (K // 32) + column // 32 + tl.arange(0, 4)[None, None, :]
+                    scales = scales + (tl.load(exponents + lane, mask=inside, other=0),)
+            else:
+                place = n * K + column + tl.arange(0, 32)[None, None, :]
+                for part in tl.static_range(4):
+                    values = values + (tl.load(data + place + part * 32, mask=inside, other=0.0),)
+    return values, scales
+
+
+@triton.jit
+def _load_inputs(
+    x, x_stride, t0, T, first, K, columns, BT: tl.constexpr, FP8: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, CHUNKS: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """As operands, what meets `_load_weights`: of tokens t0 .. t0 + BT, eight at a time; zero past the last column."""
+    inputs = ()
+    for chunk in tl.static_range(CHUNKS):
+        column = (first + chunk * (WARPS * 128))[None, :, None]
+        inside = column < K
+        if PARTS > 1:
+            column = column % (K // PARTS)
+        k = tl.arange(0, 32)[None, None, :]
+        for eight in tl.static_range(BT // 8):
+            t = tl.minimum(t0 + eight * 8 + tl.arange(0, 8), T - 1).to(tl.int64)[
+                :, None, None
+            ]  # past the last token it is done again
+            for part in tl.static_range(2 if FP8 else 4):
+                if FP8:
+                    place = x + t * x_stride + column + (part * 64 + k // 8 * 16 + k % 8)
+                    low = tl.load(place, mask=inside, other=0.0)
+                    inputs = inputs + (_fp8_input(low, tl.load(place + 8, mask=inside, other=0.0), WARPS),)
+                else:
+                    here = column + part * 32 + k
+                    kept = inside if EVEN else inside & (here < columns)
+                    inputs = inputs + (_plain_input(tl.load(x + t * x_stride + here, mask=kept, other=0.0), WARPS),)
+    return inputs
 
 
 @triton.jit
 def _product(
-    x, x_stride, x_scales, x_scale_stride, data, scale, out, tile, t0, T, N, K, group_rows,
-    BN: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    x, x_stride, data, exponents, out, tile, t0, T, N, K, columns, group_rows,
+    BN: tl.constexpr, BT: tl.constexpr, CHUNKS: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows BN of one weight for BT tokens.
+    """Rows BN of one weight for BT tokens: each warp's own columns, then the sum over the warps.
 
-    Tiles are [B, BN, BK] and [B, BK, BT]: warp w multiplies b = w, w + WARPS, ..., the BK-wide parts of its own COLUMNS columns of a
-    step. BK is the width over which one pair of scales holds, so that sums over it are scaled as a whole (V4 spec 3.3). Scales are
-    loaded one step ahead: a warp has nothing else to do while it waits for them.
+    The loads of the next columns are in flight during a product. Weights do not depend on the kernel before: the first are on their
+    way before the input is there.
     """
     FP8: tl.constexpr = ROW_BLOCK is not None
-    UNIFORM: tl.constexpr = ALIGNED and _divides(BN, ROW_BLOCK)
-    BK: tl.constexpr = _width(TILE, COLUMN_BLOCK)
-    SUB: tl.constexpr = COLUMNS // BK
-    B: tl.constexpr = WARPS * SUB
-    b = tl.arange(0, B)
-    first = b % WARPS * COLUMNS + b // WARPS * BK  # [B], a part's column within the step
-    k = tl.arange(0, BK)
+    PIECES: tl.constexpr = 2 if FP8 else 4  # of 128 columns
     group_tiles = tl.cdiv(group_rows, BN)
     group = tile // group_tiles
     n0 = group * group_rows + tile % group_tiles * BN
     N_end = (group + 1) * group_rows
-    n = tl.minimum(n0 + tl.arange(0, BN), N_end - 1).to(tl.int64)  # rows and tokens past the last repeat it
-    t = tl.minimum(t0 + tl.arange(0, BT), T - 1).to(tl.int64)
-    x += group * K
-    acc = tl.zeros((WARPS if FP8 else B, BN, BT), tl.float32)
+    x += group * columns
+    first = tl.arange(0, WARPS) * 128
+    sums = ()
+    for _ in tl.static_range(BN // 16 * (BT // 8)):
+        sums = sums + (tl.zeros((WARPS, 16, 8), tl.float32),)
+    w, s = _load_weights(data, exponents, n0, N_end, first, K, BN, BK, ROW_BLOCK, ALIGNED, CHUNKS, WARPS)
     if not INTERPRETED:
         gdc_wait()
-    if TILE is not None:
-        x_tile = group * tl.cdiv(K, TILE)
-        both = _scales(first, x_scales, x_scale_stride, x_tile, t, scale, n0, n, K, TILE, ROW_BLOCK, COLUMN_BLOCK, UNIFORM)
-    for k0 in range(0, K * PARTS, WARPS * COLUMNS):
-        start = k0 + first
-        w_column = start[:, None, None] + k[None, None, :]
-        x_column = start[:, None, None] + k[None, :, None]
-        if BK == COLUMNS or not FP8:
-            w_pointer = data + n[None, :, None] * (K * PARTS) + w_column
-        else:
-            panel = n // 16 * (16 * K) + n % 16 * BK
-            w_pointer = data + panel[None, :, None] + start[:, None, None] * 16 + k[None, None, :]
-        x_pointer = x + t[None, None, :] * x_stride + (x_column if PARTS == 1 else x_column % K)
-        if EVEN:
-            w = tl.load(w_pointer)
-            values = tl.load(x_pointer)
-        else:
-            w = tl.load(w_pointer, mask=w_column < K * PARTS, other=0.0)
-            values = tl.load(x_pointer, mask=x_column < K * PARTS, other=0.0)
-        if TILE is not None:
-            later = start + WARPS * COLUMNS
-            ahead = _scales(later, x_scales, x_scale_stride, x_tile, t, scale, n0, n, K, TILE, ROW_BLOCK, COLUMN_BLOCK, UNIFORM)
-            values = _halves(values)
-        if FP8:
-            part = tl.dot(_halves(w), values) * both
-            if SUB == 1:
-                acc += part
-            else:
-                acc += tl.sum(tl.reshape(part, (SUB, WARPS, BN, BT)), 0)
-        else:
-            if TILE is not None:
-                values = to_bf16(values.to(tl.float32) * both)
-            acc = tl.dot(w, values, acc)
-        if TILE is not None:
-            both = ahead
-    rows = n0 + tl.arange(0, BN)
-    tokens = t0 + tl.arange(0, BT)
-    place = out + tokens.to(tl.int64)[None, :] * N + rows[:, None]
-    store_like(place, tl.sum(acc, 0), mask=(rows < N_end)[:, None] & (tokens < T)[None, :])
+    for _ in range(0, K, WARPS * 128 * CHUNKS):
+        inputs = _load_inputs(x, x_stride, t0, T, first, K, columns, BT, FP8, PARTS, EVEN, CHUNKS, WARPS)
+        first += WARPS * 128 * CHUNKS
+        w_next, s_next = _load_weights(data, exponents, n0, N_end, first, K, BN, BK, ROW_BLOCK, ALIGNED, CHUNKS, WARPS)
+        zero = zero_behind_loads()
+        for chunk in tl.static_range(CHUNKS):
+            for part in tl.static_range(PIECES):
+                new = ()
+                for tile16 in tl.static_range(BN // 16):
+                    low = w[(chunk * (BN // 8) + 2 * tile16) * PIECES + part]
+                    high = w[(chunk * (BN // 8) + 2 * tile16 + 1) * PIECES + part]
+                    if FP8:
+                        if ALIGNED:
+                            byte = ((s[chunk * (BN // 16) + tile16].to(tl.int32) >> (8 * part)) & 255) + zero
+                            operand = _fp8_tile(low, high, byte, byte, WARPS)
+                        else:
+                            byte = (s[chunk * (BN // 8) + 2 * tile16].to(tl.int32) >> (8 * part)) & 255
+                            other = (s[chunk * (BN // 8) + 2 * tile16 + 1].to(tl.int32) >> (8 * part)) & 255
+                            operand = _fp8_tile(low, high, byte, other, WARPS)
+                    else:
+                        operand = _plain_tile(low, high, WARPS)
+                    for eight in tl.static_range(BT // 8):
+                        values = inputs[(chunk * (BT // 8) + eight) * PIECES + part]
+                        total = sums[tile16 * (BT // 8) + eight]
+                        if not FP8 and chunk == 0 and part == 0:
+                            total += zero
+                        new = new + (tl.dot(operand, values, total),)
+                sums = new
+        w, s = w_next, s_next
+    for tile16 in tl.static_range(BN // 16):
+        rows = n0 + tile16 * 16 + tl.arange(0, 16)
+        for eight in tl.static_range(BT // 8):
+            tokens = t0 + eight * 8 + tl.arange(0, 8)
+            total = tl.sum(sums[tile16 * (BT // 8) + eight], 0)
+            place = out + tokens.to(tl.int64)[None, :] * N + rows[:, None]
+            kept = (rows < N_end)[:, None] & (tokens < T)[None, :]
+            store_like(place, total * 2.0**SCALE_DOWN if FP8 else total, mask=kept)
 
 
-@triton.constexpr_function
-def _divides(part: int, whole: int | None) -> bool:
-    return whole is not None and whole % part == 0
-
-
-@triton.jit(do_not_specialize=["T", "token_tiles", "scales0_stride"])
+@triton.jit(do_not_specialize=["T", "token_tiles", "tiles0", "tiles1"])
 def few_tokens_kernel(
-    x, x_stride, input0, input0_stride, scales0, scales0_stride, T, K, token_tiles, group_rows,
-    data0, scale0, out0, N0, tiles0, data1, out1, N1, tiles1, data2, out2, N2,
-    BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, TILE: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr, PARTS2: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, x_stride, input0, input0_stride, T, columns, token_tiles, group_rows,
+    data0, exponents0, out0, N0, K0, tiles0, data1, out1, N1, K1, tiles1, data2, out2, N2, K2,
+    BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, CHUNKS0: tl.constexpr, CHUNKS1: tl.constexpr,
+    CHUNKS2: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr,
+    PARTS2: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Up to three groups of weights of one input; only the first may have scales, or a quantised input, `input0`.
+    """Up to three groups of weights of one input; only the first may have scales, and an input of its own, rounded to its tiles' grid.
 
     The token tiles of the same rows run side by side, so that the weights come from memory once.
     """
@@ -378,65 +506,58 @@ def few_tokens_kernel(
     tile = tl.program_id(0) // token_tiles
     if tile < tiles0:
         _product(
-            input0, input0_stride, scales0, scales0_stride, data0, scale0, out0, tile, t0, T, N0, K, group_rows,
-            BN0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN, ALIGNED,
+            input0, input0_stride, data0, exponents0, out0, tile, t0, T, N0, K0, columns, group_rows,
+            BN0, BT, CHUNKS0, BK, ROW_BLOCK, PARTS0, EVEN, ALIGNED, WARPS,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
-                x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K, N1,
-                BN1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN, False,
+                x, x_stride, data1, None, out1, tile - tiles0, t0, T, N1, K1, columns, N1,
+                BN1, BT, CHUNKS1, None, None, PARTS1, EVEN, True, WARPS,
             )  # fmt: skip
         elif data2 is not None:
             _product(
-                x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K, N2,
-                BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False,
+                x, x_stride, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K2, columns, N2,
+                BN2, BT, CHUNKS2, None, None, PARTS2, EVEN, True, WARPS,
             )  # fmt: skip
     if not INTERPRETED:
         gdc_launch_dependents()  # not before, or what follows would take the place of programs that have not begun
 
 
-def few_tokens(
-    x: Tensor | QuantisedInput, groups: Sequence[Group], *, num_groups: int = 1, config: FewConfig | None = None
-) -> list[Tensor]:
-    """One launch: x bf16 [T, K] or, for a single group, quantised -> [T, N] per group. Groups after the first are plain.
+def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config: FewConfig | None = None) -> list[Tensor]:
+    """One launch: x [T, G K] -> [T, N] per group of weights. Groups after the first are plain and take the input as it is.
 
     Args:
         num_groups: G: the rows of the weight are G groups of N / G, the columns of x G groups of K (V4 spec 2.8).
     """
     first, columns = groups[0], groups[0].columns
     assert len(groups) <= MOST_GROUPS and all(group.tile is None and group.columns == columns for group in groups[1:])
-    quantised = x if isinstance(x, QuantisedInput) else None
-    plain = x.codes.flatten(1) if isinstance(x, QuantisedInput) else x
+    plain = _values(x, None)
     tokens = len(plain)
     assert plain.shape[1] == columns * num_groups, f"input has {plain.shape[1]} columns, the weight {columns}"
     assert plain.stride(1) == 1, f"the values of a row are {plain.stride(1)} apart"
     outs = [torch.empty(tokens, len(group.data), dtype=group.out_dtype, device=plain.device) for group in groups]
     if tokens == 0:
         return outs
-    if quantised is None and first.tile is not None:
-        quantised = quantise(plain, first.tile)
-    source = plain if quantised is None else quantised.codes.flatten(1)
-    sizes = [(len(group.data), group.data.itemsize, group.data.shape[1]) for group in groups]
-    config = config or few_config(tokens, sizes, source.itemsize if len(groups) == 1 else plain.itemsize)
+    source = _values(x, first.tile)
+    config = config or few_config(tokens, [(len(group.data), group.data.itemsize, group.data.shape[1]) for group in groups])
     group_rows = len(first.data) // num_groups
     tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
     tiles[0] = num_groups * triton.cdiv(group_rows, config.rows[0])
     token_tiles = triton.cdiv(tokens, config.tokens)
-    absent = (None, None, 0, 0)
-    more = [(g.data, out, len(g.data), n) for g, out, n in zip(groups[1:], outs[1:], tiles[1:], strict=True)]
-    (data1, out1, rows1, tiles1), (data2, out2, rows2, _) = [*more, absent, absent][:2]
-    rows, parts = (*config.rows, 16, 16), (*(group.parts for group in groups), 1, 1)
-    scales = None if quantised is None else quantised.scales
-    few_tokens_kernel[(sum(tiles) * token_tiles,)](
-        plain, plain.stride(0), source, source.stride(0), scales, 0 if scales is None else scales.stride(0),
-        tokens, columns, token_tiles, group_rows,
-        first.data, first.scale, outs[0], len(first.data), tiles[0], data1, out1, rows1, tiles1, data2, out2, rows2,
-        BT=config.tokens, BN0=rows[0], BN1=rows[1], BN2=rows[2], TILE=first.tile,
-        ROW_BLOCK=first.block and first.block[0], COLUMN_BLOCK=first.block and first.block[1],
-        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0,
-        ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1,
-        WARPS=WARPS, COLUMNS=COLUMNS, num_warps=WARPS, num_stages=config.num_stages, launch_pdl=starts_early(sum(tiles) * token_tiles, plain),
+    absent = (None, None, 0, 0, 0)
+    more = [(group.data, out, *group.data.shape, n) for group, out, n in zip(groups[1:], outs[1:], tiles[1:], strict=True)]
+    (data1, out1, rows1, columns1, tiles1), (data2, out2, rows2, columns2, _) = [*more, absent, absent][:2]
+    rows, chunks, parts = ((*config.rows, 16, 16), (*config.chunks, 1, 1), (*(group.parts for group in groups), 1, 1))
+    programs = sum(tiles) * token_tiles
+    few_tokens_kernel[(programs,)](
+        plain, plain.stride(0), source, source.stride(0), tokens, columns, token_tiles, group_rows,
+        first.data if first.block is None else first.data.view(torch.int32), first.exponents, outs[0], *first.data.shape, tiles[0],
+        data1, out1, rows1, columns1, tiles1, data2, out2, rows2, columns2,
+        BT=config.tokens, BN0=rows[0], BN1=rows[1], BN2=rows[2], CHUNKS0=chunks[0], CHUNKS1=chunks[1], CHUNKS2=chunks[2],
+        BK=None if first.block is None else width(first.tile, first.block[1]), ROW_BLOCK=first.block and first.block[0],
+        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % COLUMNS == 0, ALIGNED=num_groups == 1 or group_rows % 16 == 0,
+        WARPS=config.warps, num_warps=config.warps, num_stages=1, launch_pdl=starts_early(programs, plain),
     )  # fmt: skip
     return outs
 
@@ -453,15 +574,28 @@ class TiledConfig:
 
 
 TILE_ROWS = 128  # of a program
+PART_COLUMNS = 512  # of a part of K, at least
 
 
 def tiled_config(tokens: int, rows: int, columns: int) -> TiledConfig:
-    """As many parts of K, 512 columns or more, as keep the card busy."""
+    """As many parts of K as keep the card busy."""
     per_program = 32 if tokens <= 32 else 64
     programs = -(-rows // TILE_ROWS) * -(-tokens // per_program)
-    splits = max(1, min(PROGRAMS // programs, columns // STEP))
+    splits = max(1, min(PROGRAMS // programs, columns // PART_COLUMNS))
     part = -(-columns // (splits * COLUMNS)) * COLUMNS
     return TiledConfig(per_program, -(-columns // part), part)
+
+
+@triton.jit
+def _halves(codes):
+    """e4m3 -> fp16, exact; in the interpreter, whose products of fp16 are slow, fp32."""
+    if INTERPRETED:
+        return e4m3_values(codes.to(tl.uint8, bitcast=True))
+    else:
+        return codes.to(tl.float16)
+
+
+_width = triton.constexpr_function(width)
 
 
 @triton.jit(do_not_specialize=["T", "x_scale_stride"])
@@ -589,26 +723,37 @@ def route(tokens: int, group: Group, num_groups: int = 1) -> Route:
         return "few"
     if group.block is None or tokens > TILED_TOKENS:
         return "library"
-    whole = group.columns % COLUMNS == 0
     one_group = num_groups == 1 or len(group.data) // num_groups % TILE_ROWS == 0
-    return "tiled" if whole and one_group and (group.block[0] % TILE_ROWS == 0 or TILE_ROWS % group.block[0] == 0) else "few"
+    return "tiled" if one_group and (group.block[0] % TILE_ROWS == 0 or TILE_ROWS % group.block[0] == 0) else "few"
 
 
-def _library(x: Tensor, group: Group) -> Tensor:
-    """x bf16 [T, K] -> [T, N] in `group.out_dtype`."""
-    if group.tile is not None:
-        x = quantised_values(x, group.tile)
+def _library(x: Input, group: Group) -> Tensor:
+    """x [T, K] -> [T, N] in `group.out_dtype`."""
     data = group.data if group.block is None else dequantised(group)
+    values = _padded(_values(x, group.tile), group)
     if group.out_dtype == torch.bfloat16:
-        return F.linear(x, data)
-    return torch.mm(x.repeat(1, group.parts), data.t(), out_dtype=torch.float32)
+        return F.linear(values, data)
+    return torch.mm(values.repeat(1, group.parts), data.t(), out_dtype=torch.float32)
+
+
+def _padded(x: Tensor, group: Group) -> Tensor:
+    """x [.., K], with zeros for the columns that only fill a weight up."""
+    return F.pad(x, (0, group.data.shape[1] // group.parts - group.columns))
+
+
+def _values(x: Input, tile: int | None) -> Tensor:
+    """bf16 values for a weight whose input is rounded in tiles of `tile`. What other tiles have rounded is taken as it is for None."""
+    values = x if isinstance(x, Tensor) else x.values()
+    if tile is None or (not isinstance(x, Tensor) and x.tile == tile):
+        return values
+    return quantised_values(values, tile)
 
 
 # Operations
 
 
-def linear(x: Tensor | QuantisedInput, prepared: PreparedLinear, *, batch_invariant: bool = False) -> tuple[Tensor, ...]:
-    """x bf16 [T, K], or its codes, times each weight transposed -> [T, N_i] each, bf16, or fp32 for a weight that came as a `Tensor`.
+def linear(x: Input, prepared: PreparedLinear, *, batch_invariant: bool = False) -> tuple[Tensor, ...]:
+    """x bf16 [T, K], or rounded, times each weight transposed -> [T, N_i] each, bf16, or fp32 for a weight that came as a `Tensor`.
 
     The outputs may be columns of one tensor. Up to FEW_TOKENS tokens, and with `batch_invariant` for any number, a token's results
     have the same bits whatever other tokens there are: the kernel cuts its sums over K alike for any number.
@@ -619,29 +764,24 @@ def linear(x: Tensor | QuantisedInput, prepared: PreparedLinear, *, batch_invari
     few.sort(key=lambda i: prepared.groups[i].tile is None)
     while few:
         launch = [few[0], *(i for i in few[1:] if prepared.groups[i].tile is None)][:MOST_GROUPS]
-        source = _as_taken(x, prepared.groups[few[0]].tile) if len(launch) == 1 else _as_taken(x, None)
-        outs |= zip(launch, few_tokens(source, [prepared.groups[i] for i in launch]), strict=True)
+        outs |= zip(launch, few_tokens(x, [prepared.groups[i] for i in launch]), strict=True)
         few = [i for i in few if i not in launch]
     for i, group in enumerate(prepared.groups):
         if routes[i] == "tiled":
-            source = _as_taken(x, group.tile)
             assert group.tile is not None
-            outs[i] = tiled(source if isinstance(source, QuantisedInput) else quantise(source, group.tile), group)
+            outs[i] = tiled(
+                x if isinstance(x, QuantisedInput) and x.tile == group.tile else quantise(_values(x, None), group.tile), group
+            )
         elif routes[i] == "library":
-            outs[i] = _library(x.values() if isinstance(x, QuantisedInput) else x, group)
+            outs[i] = _library(x, group)
     parts = [outs[i].split(group.rows, dim=1) for i, group in enumerate(prepared.groups)]
     return tuple(parts[group][number] for group, number in prepared.places)
-
-
-def _as_taken(x: Tensor | QuantisedInput, tile: int | None) -> Tensor | QuantisedInput:
-    """Codes stay what they are only for a weight with their tile; the values of other codes are on their grid already."""
-    return x.values() if isinstance(x, QuantisedInput) and x.tile != tile else x
 
 
 def takes_codes(tokens: int, prepared: PreparedLinear, num_groups: int = 1, *, batch_invariant: bool = False) -> bool:
     """Whether a product with this weight wants its input as codes."""
     (group,) = prepared.groups
-    return group.block is not None and (batch_invariant or route(tokens, group, num_groups) != "library")
+    return not batch_invariant and route(tokens, group, num_groups) == "tiled"
 
 
 def linear_grouped(
@@ -653,21 +793,20 @@ def linear_grouped(
         x: codes where `takes_codes` says so, else bf16 values that are quantised already where the weight wants that.
     """
     (group,) = prepared.groups
-    plain = dataclasses.replace(group, tile=None)
     codes = isinstance(x, QuantisedInput)
-    tokens = len(x.codes if isinstance(x, QuantisedInput) else x)
+    tokens = len(x)
     assert codes == takes_codes(tokens, prepared, num_groups, batch_invariant=batch_invariant), (
         f"{type(x).__name__} of {tokens} tokens"
     )
-    chosen = "few" if batch_invariant else route(tokens, group, num_groups)
-    if chosen == "few":
-        source, weight = (x, group) if isinstance(x, QuantisedInput) else (x.flatten(1), plain)
-        return few_tokens(source, [weight], num_groups=num_groups)[0].view(tokens, num_groups, -1)
     if isinstance(x, QuantisedInput):
         return tiled(x, group, num_groups=num_groups).view(tokens, num_groups, -1)
-    matrix = (group.data if group.block is None else dequantised(group)).view(num_groups, -1, group.columns)
+    if batch_invariant or route(tokens, group, num_groups) == "few":
+        flat = x.flatten(1)
+        source = flat if group.tile is None else RoundedInput(flat, group.tile)
+        return few_tokens(source, [group], num_groups=num_groups)[0].view(tokens, num_groups, -1)
+    matrix = (group.data if group.block is None else dequantised(group)).view(num_groups, -1, group.data.shape[1])
     out = torch.empty(tokens, num_groups, matrix.shape[1], dtype=x.dtype, device=x.device)
-    torch.bmm(x.transpose(0, 1), matrix.transpose(1, 2), out=out.transpose(0, 1))
+    torch.bmm(_padded(x, group).transpose(0, 1), matrix.transpose(1, 2), out=out.transpose(0, 1))
     return out
 
 
@@ -717,31 +856,29 @@ def aot_cases() -> list[AotCase]:
     cases += [_few_case(tokens, *sizes) for tokens in (1, 32) for sizes in released]
     cases += [_few_case(1, 1536, 4096, 128, beside=beside) for beside in (1, 2)]
     cases += [_few_case(16, 32768, 1024, 128), _few_case(16, 32768, 1280, 32)]
-    return [*cases, _few_case(1, 192, 64, None, parts=3), _few_case(32, 24, 64, 128, aligned_groups=False)]
+    return [*cases, _few_case(1, 192, 128, None, parts=3), _few_case(32, 24, 128, 128, aligned_groups=False)]
 
 
 def _few_case(
     tokens: int, rows: int, columns: int, block: int | None, *, beside: int = 0, parts: int = 1, aligned_groups: bool = True
 ) -> AotCase:
-    sizes = [(rows, 2 if block is None else 1, columns), *[(2048, 2, columns)] * beside]
-    config = few_config(tokens, sizes, 2 if block is None else 1)
-    heights = (*config.rows, 16, 16)
+    config = few_config(tokens, [(rows, 2 if block is None else 1, columns), *[(2048, 2, columns)] * beside])
+    heights, chunks = (*config.rows, 16, 16), (*config.chunks, 1, 1)
     signature = {
-        "x": "*bf16", "x_stride": "i32", "input0": "*bf16" if block is None else "*fp8e4nv", "input0_stride": "i32",
-        "scales0": "*fp32", "scales0_stride": "i32", "T": "i32", "K": "i32", "token_tiles": "i32", "group_rows": "i32",
-        "data0": "*bf16" if block is None else "*fp8e4nv", "scale0": "*fp32", "out0": "*bf16", "N0": "i32", "tiles0": "i32",
-        "data1": "*bf16", "out1": "*fp32", "N1": "i32", "tiles1": "i32", "data2": "*bf16", "out2": "*bf16", "N2": "i32",
+        "x": "*bf16", "x_stride": "i32", "input0": "*bf16", "input0_stride": "i32", "T": "i32", "columns": "i32", "token_tiles": "i32",
+        "group_rows": "i32", "data0": "*bf16" if block is None else "*i32", "exponents0": "*i16", "out0": "*bf16", "N0": "i32", "K0": "i32",
+        "tiles0": "i32", "data1": "*bf16", "out1": "*fp32", "N1": "i32", "K1": "i32", "tiles1": "i32", "data2": "*bf16", "out2": "*bf16",
+        "N2": "i32", "K2": "i32",
     }  # fmt: skip
     constants: dict[str, object] = {
-        "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "TILE": block, "ROW_BLOCK": block,
-        "COLUMN_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % STEP == 0, "ALIGNED": aligned_groups,
-        "WARPS": WARPS, "COLUMNS": COLUMNS,
+        "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "CHUNKS0": chunks[0], "CHUNKS1": chunks[1],
+        "CHUNKS2": chunks[2], "BK": block, "ROW_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % COLUMNS == 0,
+        "ALIGNED": aligned_groups, "WARPS": config.warps,
     }  # fmt: skip
-    absent = ["scales0"] if block is None else []
-    absent += ["scale0"] if block is None else []
+    absent = ["exponents0"] if block is None else []
     absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
-    free = {*signature} - {*absent, "T", "token_tiles", "scales0_stride", "tiles0", "tiles1"}
+    free = {*signature} - {*absent, "T", "token_tiles", "tiles0", "tiles1"}
     return AotCase(
         f"few_tokens x{config.tokens} {rows} x {columns} block={block} beside={beside}", few_tokens_kernel, signature,
-        constants | dict.fromkeys(absent), num_warps=WARPS, num_stages=config.num_stages, aligned=tuple(sorted(free)),
+        constants | dict.fromkeys(absent), num_warps=config.warps, num_stages=1, aligned=tuple(sorted(free)),
     )  # fmt: skip

@@ -41,10 +41,11 @@ from abyssal.ops._records import (
     to_bf16,
     to_fp32,
     wait_for_inputs,
+    zero_behind_loads,
 )
 from abyssal.ops._streams import forked
 from abyssal.ops.linear import LinearWeight, dequantize
-from abyssal.ops.linear.triton import PreparedLinear, linear, prepare_linear
+from abyssal.ops.linear.triton import PreparedLinear, RoundedInput, linear, prepare_linear
 from abyssal.ops.moe import ExpertLayer
 
 CHUNK = tl.constexpr(128)  # values along K per step: one word of four scales per row
@@ -418,33 +419,43 @@ def _load_weights(w, s, row, gap, at, K, TILES, CHUNKS, FORMAT):
 
 
 @triton.jit
-def _multiply(sums, data, scales, x, live, TILES, CHUNKS, FORMAT, TOKENS):
-    """sums: a tuple of fp32 [16, TOKENS], one per tile, plus what `_load_weights` gave times the input at pointers x [TOKENS, 1]."""
-    PARTS: tl.constexpr = 1 if FORMAT == "fp4" else 2 if FORMAT == "fp8" else 4
+def _load_inputs(x, live, CHUNKS, FORMAT, TOKENS):
+    """As operands, CHUNKS times 128 values of the input at pointers x [TOKENS, 1]."""
+    inputs = ()
     for chunk in tl.static_range(CHUNKS):
-        inputs = ()
         for part in tl.static_range(4 if FORMAT == "plain" else 2):
             if FORMAT == "plain":
                 inputs = inputs + (_plain_input_tile(x + (chunk * 128 + part * 32) + tl.arange(0, 32)[None, :], live, TOKENS),)
             else:
                 inputs = inputs + (_input_tile(x + (chunk * 128 + part * 64), live, TOKENS),)
+    return inputs
+
+
+@triton.jit
+def _multiply(sums, data, scales, inputs, zero, TILES, CHUNKS, FORMAT):
+    """sums: a tuple of fp32 [16, TOKENS], one per tile, plus what `_load_weights` gave times what `_load_inputs` gave."""
+    PARTS: tl.constexpr = 1 if FORMAT == "fp4" else 2 if FORMAT == "fp8" else 4
+    PIECES: tl.constexpr = 4 if FORMAT == "plain" else 2
+    for chunk in tl.static_range(CHUNKS):
         new = ()
         for tile in tl.static_range(TILES):
             acc = sums[tile]
+            if FORMAT == "plain":
+                acc += zero
             for part in tl.static_range(PARTS):
                 words = data[(chunk * TILES + tile) * PARTS + part]
                 if FORMAT == "plain":
                     a, b = _unpack_plain(words)
-                    acc = tl.dot(_plain_tile(a, b, 16, 1), inputs[part], acc)
+                    acc = tl.dot(_plain_tile(a, b, 16, 1), inputs[chunk * PIECES + part], acc)
                 else:
-                    pairs = _scales(scales[chunk * TILES + tile], part, 16, FORMAT)
+                    pairs = _scales(scales[chunk * TILES + tile], part, 16, FORMAT) + zero
                     if FORMAT == "fp4":
                         v = _unpack_fp4(words, pairs)
-                        acc = tl.dot(_tile(v[0], v[1], v[2], v[3], 16, 1), inputs[0], acc)
-                        acc = tl.dot(_tile(v[4], v[5], v[6], v[7], 16, 1), inputs[1], acc)
+                        acc = tl.dot(_tile(v[0], v[1], v[2], v[3], 16, 1), inputs[chunk * PIECES], acc)
+                        acc = tl.dot(_tile(v[4], v[5], v[6], v[7], 16, 1), inputs[chunk * PIECES + 1], acc)
                     else:
                         v = _unpack_fp8(words, pairs)
-                        acc = tl.dot(_tile(v[0], v[1], v[2], v[3], 16, 1), inputs[part], acc)
+                        acc = tl.dot(_tile(v[0], v[1], v[2], v[3], 16, 1), inputs[chunk * PIECES + part], acc)
             new = new + (acc,)
         sums = new
     return sums
@@ -470,9 +481,10 @@ def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS, WAIT):
     if WAIT:
         gdc_wait()
     for step in range(STEPS):
+        inputs = _load_inputs(x + step * (CHUNKS * 128), live, CHUNKS, FORMAT, TOKENS)
         ahead = tl.minimum(step + 1, STEPS - 1) * CHUNKS
         later, later_scales = _load_weights(w, s, row, gap, ahead, K, TILES, CHUNKS, FORMAT)
-        sums = _multiply(sums, data, scales, x + step * (CHUNKS * 128), live, TILES, CHUNKS, FORMAT, TOKENS)
+        sums = _multiply(sums, data, scales, inputs, zero_behind_loads(), TILES, CHUNKS, FORMAT)
         data, scales = later, later_scales
     return sums
 
@@ -585,14 +597,20 @@ def moe_input(
 
 
 @triton.jit
-def moe_swiglu(gate, up, gate_stride, up_stride, out, limit, I: tl.constexpr, WIDTH: tl.constexpr):
-    """The shared expert's hidden values bf16 [T, I] from bf16 w1 x and w3 x."""
+def moe_swiglu(
+    gate, up, gate_stride, up_stride, out, limit,
+    I: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The shared expert's hidden values bf16 [T, I] from bf16 w1 x and w3 x, on the grid of the second product's input."""
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     kept = column < I
     g = to_fp32(tl.load(gate + token * gate_stride + column, mask=kept, other=0.0))
     u = to_fp32(tl.load(up + token * up_stride + column, mask=kept, other=0.0))
-    tl.store(out + token * I + column, to_bf16(_swiglu(g, u, limit)), mask=kept)
+    hidden = round_like(_swiglu(g, u, limit), True)
+    hidden = tl.reshape(rounded(tl.reshape(hidden, (1, WIDTH)), TILE, 1, WIDTH, quant), (WIDTH,))
+    tl.store(out + token * I + column, to_bf16(hidden), mask=kept)
 
 
 @triton.jit(do_not_specialize=["choices", "blocks"])
@@ -941,11 +959,16 @@ def shared_expert(x: Tensor, experts: KernelExperts, batch_invariant: bool = Fal
     gate, up = linear(x, experts.shared_in, batch_invariant=batch_invariant)
     tokens, inner = gate.shape
     hidden = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
-    width = min(1024, triton.next_power_of_2(inner))
-    moe_swiglu[(tokens, triton.cdiv(inner, width))](
-        gate, up, gate.stride(0), up.stride(0), hidden, experts.limit, I=inner, WIDTH=width, num_warps=4
-    )
-    return linear(hidden, experts.shared_out, batch_invariant=batch_invariant)[0]
+    tile = experts.shared_out.groups[0].tile
+    width = max(tile or 1, min(1024, triton.next_power_of_2(inner)))
+    quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
+    programs = tokens, triton.cdiv(inner, width)
+    moe_swiglu[programs](
+        gate, up, gate.stride(0), up.stride(0), hidden, experts.limit, I=inner, WIDTH=width, quant=quant, TILE=tile or 1, num_warps=4,
+        **early(math.prod(programs), x),
+    )  # fmt: skip
+    source = hidden if tile is None else RoundedInput(hidden, tile)
+    return linear(source, experts.shared_out, batch_invariant=batch_invariant)[0]
 
 
 def moe_total(routed: Routed, shared: Tensor | None, token_ids: Tensor | None, dim: int, early: bool) -> Tensor:
@@ -1123,6 +1146,12 @@ def _routing_cases(name: str, sizes: tuple[int, int, int, int | None], format: s
     constants = {"E": experts, "N": dim, "D": dim, "CHOICES": 6, "WIDTH": 1024, "EARLY": True}
     return [
         *cases,
-        AotCase(f"moe_swiglu {name}", moe_swiglu, swiglu, {"I": inner, "WIDTH": 1024}, aligned=("gate", "up", "out")),
+        AotCase(
+            f"moe_swiglu {name}",
+            moe_swiglu,
+            swiglu,
+            {"I": inner, "WIDTH": 1024, "quant": Grid(inner, "e4m3", tile or 1, "ue8m0"), "TILE": tile or 1, "EARLY": True},
+            aligned=("gate", "up", "out"),
+        ),
         AotCase(f"moe_sum {name}", moe_sum, total, constants, aligned=("outputs", "shared", "out")),
     ]

@@ -8,8 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import e4m3_tiles, early, power_of_two, round_like, store_like, to_fp32, wait_for_inputs
-from abyssal.ops.linear.triton import QuantisedInput
+from abyssal.ops._records import (
+    e4m3_tiles,
+    e4m3_values,
+    early,
+    power_of_two,
+    round_like,
+    store_like,
+    to_fp32,
+    wait_for_inputs,
+)
+from abyssal.ops.linear.triton import QuantisedInput, RoundedInput
 
 
 @triton.jit
@@ -23,9 +32,13 @@ def _norm_row(x, stride, weight, out, scales, row, rows, D, eps, WIDTH: tl.const
         store_like(out + row * D + column, values, mask=inside)
     else:
         codes, exponent = e4m3_tiles(round_like(values, True), TILE, WIDTH)
-        tl.store(out + row * D + column, tl.reshape(codes, (WIDTH,)), mask=inside)
-        tile = tl.arange(0, WIDTH // TILE)
-        tl.store(scales + tile * rows + row, power_of_two(exponent), mask=tile * TILE < D)
+        if scales is None:
+            rounded = e4m3_values(codes) * power_of_two(exponent)[:, None]
+            store_like(out + row * D + column, tl.reshape(rounded, (WIDTH,)), mask=inside)
+        else:
+            tl.store(out + row * D + column, tl.reshape(codes, (WIDTH,)), mask=inside)
+            tile = tl.arange(0, WIDTH // TILE)
+            tl.store(scales + tile * rows + row, power_of_two(exponent), mask=tile * TILE < D)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -33,7 +46,10 @@ def rms_norm_kernel(
     x, x_stride, x_weight, x_out, x_scales, DX, y, y_stride, y_weight, y_out, DY, rows, eps,
     WX: tl.constexpr, WY: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (0, r): row r of x, as codes uint8 and scales fp32 [DX / TILE, rows] if TILE is given; program (1, r): row r of y."""
+    """Program (0, r): row r of x; program (1, r): row r of y.
+
+    With TILE that of x is rounded to e4m3: codes uint8 and scales fp32 [DX / TILE, rows], or their values where there is no room for scales.
+    """
     wait_for_inputs(EARLY)
     row = tl.program_id(1).to(tl.int64)
     if tl.program_id(0) == 0:
@@ -42,17 +58,20 @@ def rms_norm_kernel(
         _norm_row(y, y_stride, y_weight, y_out, None, row, rows, DY, eps, WY, None)
 
 
-def rms_norm(*pairs: tuple[Tensor, Tensor], eps: float, tile: int | None = None) -> tuple[Tensor | QuantisedInput, ...]:
+def rms_norm(
+    *pairs: tuple[Tensor, Tensor], eps: float, tile: int | None = None, codes: bool = False
+) -> tuple[Tensor | QuantisedInput | RoundedInput, ...]:
     """As the reference, for one or two pairs of x [T, D_i] and weight fp32 [D_i] with the same T; x is contiguous in D_i.
 
     Args:
-        tile: the first result is rounded to e4m3 in tiles of so many values, as `quantise` does.
+        tile: the first result is rounded to e4m3 in tiles of so many values, as `quantise` does: a `RoundedInput`.
+        codes: it becomes a `QuantisedInput`.
     """
     assert 1 <= len(pairs) <= 2 and len({len(x) for x, _ in pairs}) == 1, f"{[tuple(x.shape) for x, _ in pairs]} in one launch"
     assert all(x.stride(1) == 1 and weight.shape == x.shape[1:] for x, weight in pairs)
     (x, x_weight), *rest = pairs
     rows, columns = x.shape
-    quantised = None if tile is None else QuantisedInput.empty(rows, (columns,), tile, x.device)
+    quantised = None if tile is None or not codes else QuantisedInput.empty(rows, (columns,), tile, x.device)
     x_out = torch.empty_like(x, memory_format=torch.contiguous_format) if quantised is None else quantised.codes.view(torch.uint8)
     y, y_weight = rest[0] if rest else (None, None)
     y_out = None if y is None else torch.empty(y.shape, dtype=y.dtype, device=y.device)
@@ -64,7 +83,9 @@ def rms_norm(*pairs: tuple[Tensor, Tensor], eps: float, tile: int | None = None)
             WX=triton.next_power_of_2(columns), WY=triton.next_power_of_2(second), TILE=tile,
             num_warps=4, **early(len(pairs) * rows, x),
         )  # fmt: skip
-    first = x_out if quantised is None else quantised
+    first: Tensor | QuantisedInput | RoundedInput = x_out if tile is None else RoundedInput(x_out, tile)
+    if quantised is not None:
+        first = quantised
     return (first,) if y_out is None else (first, y_out)
 
 
@@ -74,11 +95,13 @@ def aot_cases() -> list[AotCase]:
     absent = {"y": None, "y_weight": None, "y_out": None}
     aligned = ("x", "x_stride", "x_weight", "x_out", "x_scales", "DX", "y", "y_stride", "y_weight", "y_out", "DY")
     cases = []
-    for two, tile in ((True, 128), (True, 32), (True, None), (False, None)):
+    for two, tile, codes in ((True, 128, True), (True, 32, False), (True, None, False), (False, None, False)):
         constants = (
-            {"WX": 2048, "WY": 512, "TILE": tile, "EARLY": True} | ({} if two else absent) | ({} if tile else {"x_scales": None})
+            {"WX": 2048, "WY": 512, "TILE": tile, "EARLY": True} | ({} if two else absent) | ({} if codes else {"x_scales": None})
         )
         free = tuple(name for name in aligned if name not in constants)
-        signature = first | second | {"x_out": "*u8" if tile else "*bf16"}
-        cases.append(AotCase(f"rms_norm{' of two' * two} tile={tile}", rms_norm_kernel, signature, constants, aligned=free))
+        signature = first | second | {"x_out": "*u8" if codes else "*bf16"}
+        cases.append(
+            AotCase(f"rms_norm{' of two' * two} tile={tile} codes={codes}", rms_norm_kernel, signature, constants, aligned=free)
+        )
     return cases
