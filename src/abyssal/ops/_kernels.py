@@ -100,8 +100,11 @@ class KernelOps:
             gluon.append("index_score")
         self._attention = partial(attention, batch_invariant=batch_invariant)
         self._reserve(max_tokens)
-        # of the shared expert beside the routed ones, and of compression and choice beside the queries
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._beside = self._shared = None
+        if device.type == "cuda":
+            # of compression and choice beside the queries, a chain of small kernels for which one large one has to make room
+            self._beside = torch.cuda.Stream(device, priority=-1)
+            self._shared = torch.cuda.Stream(device)  # of the shared expert beside the routed ones
         self._arrivals = torch.zeros(SPREAD_PROGRAMS, dtype=torch.int32, device=device)  # of programs that choose for one query
         mode = "; batch-invariant" if batch_invariant else ""
         log.info("ops: Gluon %s; all others Triton%s", ", ".join(gluon) or "none", mode)
@@ -114,11 +117,8 @@ class KernelOps:
     def decode_facts(self, positions: Tensor, rows: Tensor, folded: Tensor, pages: Tensor, plan: Plan) -> Tensor:
         return decode_facts(positions, rows, folded, pages, plan)
 
-    def _stream_beside(self, tokens: int) -> torch.cuda.Stream | None:
-        return self._beside if tokens <= BESIDE_TOKENS else None
-
     def beside(self, tokens: int) -> AbstractContextManager[Callable[[], None]]:
-        return forked(self._stream_beside(tokens))
+        return forked(self._beside if tokens <= BESIDE_TOKENS else None)
 
     def qkv_insert(
         self, q: Tensor, kv: Tensor, rope: Tensor, window: RecordView, layer_row: int, store: StoreFacts, eps: float | None
@@ -320,7 +320,9 @@ class KernelOps:
         return prepare_experts(layer)
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
-        return moe(x, token_ids, experts, batch_invariant=self.batch_invariant, beside=self._stream_beside(len(x)))
+        return moe(
+            x, token_ids, experts, batch_invariant=self.batch_invariant, beside=self._shared if len(x) <= BESIDE_TOKENS else None
+        )
 
     def route(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
         return choices_of(x, token_ids, experts, batch_invariant=self.batch_invariant)

@@ -363,8 +363,8 @@ def _plain_input(x, WARPS: tl.constexpr):
 
 @triton.jit
 def _load_weights(
-    data, exponents, n0, N_end, first, K, BN: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-    CHUNKS: tl.constexpr, WARPS: tl.constexpr,
+    data, exponents, n0, N_end, first, K, BN: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr, FULL: tl.constexpr,
+    ALIGNED: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Of rows BN from n0 on, eight at a time, each warp's 128 columns from `first` [WARPS] on, and those of the next CHUNKS - 1 rounds.
 
@@ -378,13 +378,16 @@ def _load_weights(
         column = (first + chunk * (WARPS * 128))[None, :, None]
         inside = column < K
         for eight in tl.static_range(BN // 8):
-            n = tl.minimum(n0 + eight * 8 + tl.arange(0, 8), N_end - 1).to(tl.int64)[:, None, None]
+            row = n0 + eight * 8 + tl.arange(0, 8)
+            n = (row if FULL else tl.minimum(row, N_end - 1)).to(tl.int64)[:, None, None]  # past the last row it is done again
             if FP8:
                 word = tl.arange(0, 16)[None, None, :]
                 if BK == 128:
                     place = n * (K // 4) + column // 4 + word
                 else:
-                    place = n // 16 * (4 * K) + n % 16 * (BK // 4) + column * 4 + word // (BK // 4) * (4 * BK) + word % (BK // 4)
+                    panel = (n0 // 16 + eight // 2).to(tl.int64) if FULL else n // 16
+                    inner = (eight % 2 * 8 + tl.arange(0, 8))[:, None, None] if FULL else n % 16
+                    place = panel * (4 * K) + column * 4 + (inner * (BK // 4) + word // (BK // 4) * (4 * BK) + word % (BK // 4))
                 for part in tl.static_range(2):
                     values = values + (tl.load(data + place + part * NEXT, mask=inside),)
                 if eight % 2 == 0 or not ALIGNED:
@@ -427,10 +430,37 @@ def _load_inputs(
 
 
 @triton.jit
+def _multiply(sums, values, scales, inputs, zero, BN, BT, CHUNKS, FP8, ALIGNED, WARPS):
+    """sums: a tuple of fp32 [WARPS, 16, 8], for each 16 rows one per eight tokens, plus what `_load_weights` and `_load_inputs` gave."""
+    PIECES: tl.constexpr = 2 if FP8 else 4  # of 128 columns
+    for chunk in tl.static_range(CHUNKS):
+        for part in tl.static_range(PIECES):
+            new = ()
+            for tile in tl.static_range(BN // 16):
+                low = values[(chunk * (BN // 8) + 2 * tile) * PIECES + part]
+                high = values[(chunk * (BN // 8) + 2 * tile + 1) * PIECES + part]
+                if FP8:
+                    of_low = scales[chunk * (BN // 16) + tile if ALIGNED else chunk * (BN // 8) + 2 * tile]
+                    of_high = of_low if ALIGNED else scales[chunk * (BN // 8) + 2 * tile + 1]
+                    low_bytes = (of_low.to(tl.int32) >> (8 * part) & 255) + zero
+                    high_bytes = (of_high.to(tl.int32) >> (8 * part) & 255) + zero
+                    operand = _fp8_tile(low, high, low_bytes, high_bytes, WARPS)
+                else:
+                    operand = _plain_tile(low, high, WARPS)
+                for eight in tl.static_range(BT // 8):
+                    total = sums[tile * (BT // 8) + eight]
+                    if not FP8 and chunk == 0 and part == 0:
+                        total += zero
+                    new = new + (tl.dot(operand, inputs[(chunk * (BT // 8) + eight) * PIECES + part], total),)
+            sums = new
+    return sums
+
+
+@triton.jit
 def _product(
     x, x_stride, data, exponents, out, tile, t0, T, N, K, columns, group_rows,
     BN: tl.constexpr, BT: tl.constexpr, CHUNKS: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Rows BN of one weight for BT tokens: each warp's own columns, then the sum over the warps.
 
@@ -438,7 +468,6 @@ def _product(
     way before the input is there.
     """
     FP8: tl.constexpr = ROW_BLOCK is not None
-    PIECES: tl.constexpr = 2 if FP8 else 4  # of 128 columns
     group_tiles = tl.cdiv(group_rows, BN)
     group = tile // group_tiles
     n0 = group * group_rows + tile % group_tiles * BN
@@ -448,37 +477,14 @@ def _product(
     sums = ()
     for _ in tl.static_range(BN // 16 * (BT // 8)):
         sums = sums + (tl.zeros((WARPS, 16, 8), tl.float32),)
-    w, s = _load_weights(data, exponents, n0, N_end, first, K, BN, BK, ROW_BLOCK, ALIGNED, CHUNKS, WARPS)
+    w, s = _load_weights(data, exponents, n0, N_end, first, K, BN, BK, ROW_BLOCK, FULL, ALIGNED, CHUNKS, WARPS)
     if not INTERPRETED:
         gdc_wait()
     for _ in range(0, K, WARPS * 128 * CHUNKS):
         inputs = _load_inputs(x, x_stride, t0, T, first, K, columns, BT, FP8, PARTS, EVEN, CHUNKS, WARPS)
         first += WARPS * 128 * CHUNKS
-        w_next, s_next = _load_weights(data, exponents, n0, N_end, first, K, BN, BK, ROW_BLOCK, ALIGNED, CHUNKS, WARPS)
-        zero = zero_behind_loads()
-        for chunk in tl.static_range(CHUNKS):
-            for part in tl.static_range(PIECES):
-                new = ()
-                for tile16 in tl.static_range(BN // 16):
-                    low = w[(chunk * (BN // 8) + 2 * tile16) * PIECES + part]
-                    high = w[(chunk * (BN // 8) + 2 * tile16 + 1) * PIECES + part]
-                    if FP8:
-                        if ALIGNED:
-                            byte = ((s[chunk * (BN // 16) + tile16].to(tl.int32) >> (8 * part)) & 255) + zero
-                            operand = _fp8_tile(low, high, byte, byte, WARPS)
-                        else:
-                            byte = (s[chunk * (BN // 8) + 2 * tile16].to(tl.int32) >> (8 * part)) & 255
-                            other = (s[chunk * (BN // 8) + 2 * tile16 + 1].to(tl.int32) >> (8 * part)) & 255
-                            operand = _fp8_tile(low, high, byte, other, WARPS)
-                    else:
-                        operand = _plain_tile(low, high, WARPS)
-                    for eight in tl.static_range(BT // 8):
-                        values = inputs[(chunk * (BT // 8) + eight) * PIECES + part]
-                        total = sums[tile16 * (BT // 8) + eight]
-                        if not FP8 and chunk == 0 and part == 0:
-                            total += zero
-                        new = new + (tl.dot(operand, values, total),)
-                sums = new
+        w_next, s_next = _load_weights(data, exponents, n0, N_end, first, K, BN, BK, ROW_BLOCK, FULL, ALIGNED, CHUNKS, WARPS)
+        sums = _multiply(sums, w, s, inputs, zero_behind_loads(), BN, BT, CHUNKS, FP8, ALIGNED, WARPS)
         w, s = w_next, s_next
     for tile16 in tl.static_range(BN // 16):
         rows = n0 + tile16 * 16 + tl.arange(0, 16)
@@ -496,7 +502,7 @@ def few_tokens_kernel(
     data0, exponents0, out0, N0, K0, tiles0, data1, out1, N1, K1, tiles1, data2, out2, N2, K2,
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, CHUNKS0: tl.constexpr, CHUNKS1: tl.constexpr,
     CHUNKS2: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr,
-    PARTS2: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
+    PARTS2: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Up to three groups of weights of one input; only the first may have scales, and an input of its own, rounded to its tiles' grid.
 
@@ -507,18 +513,18 @@ def few_tokens_kernel(
     if tile < tiles0:
         _product(
             input0, input0_stride, data0, exponents0, out0, tile, t0, T, N0, K0, columns, group_rows,
-            BN0, BT, CHUNKS0, BK, ROW_BLOCK, PARTS0, EVEN, ALIGNED, WARPS,
+            BN0, BT, CHUNKS0, BK, ROW_BLOCK, PARTS0, EVEN, FULL, ALIGNED, WARPS,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
                 x, x_stride, data1, None, out1, tile - tiles0, t0, T, N1, K1, columns, N1,
-                BN1, BT, CHUNKS1, None, None, PARTS1, EVEN, True, WARPS,
+                BN1, BT, CHUNKS1, None, None, PARTS1, EVEN, FULL, True, WARPS,
             )  # fmt: skip
         elif data2 is not None:
             _product(
                 x, x_stride, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K2, columns, N2,
-                BN2, BT, CHUNKS2, None, None, PARTS2, EVEN, True, WARPS,
+                BN2, BT, CHUNKS2, None, None, PARTS2, EVEN, FULL, True, WARPS,
             )  # fmt: skip
     if not INTERPRETED:
         gdc_launch_dependents()  # not before, or what follows would take the place of programs that have not begun
@@ -550,6 +556,7 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
     (data1, out1, rows1, columns1, tiles1), (data2, out2, rows2, columns2, _) = [*more, absent, absent][:2]
     rows, chunks, parts = ((*config.rows, 16, 16), (*config.chunks, 1, 1), (*(group.parts for group in groups), 1, 1))
     programs = sum(tiles) * token_tiles
+    heights = (group_rows, *(len(group.data) for group in groups[1:]))
     few_tokens_kernel[(programs,)](
         plain, plain.stride(0), source, source.stride(0), tokens, columns, token_tiles, group_rows,
         first.data if first.block is None else first.data.view(torch.int32), first.exponents, outs[0], *first.data.shape, tiles[0],
@@ -557,6 +564,7 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
         BT=config.tokens, BN0=rows[0], BN1=rows[1], BN2=rows[2], CHUNKS0=chunks[0], CHUNKS1=chunks[1], CHUNKS2=chunks[2],
         BK=None if first.block is None else width(first.tile, first.block[1]), ROW_BLOCK=first.block and first.block[0],
         PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % COLUMNS == 0, ALIGNED=num_groups == 1 or group_rows % 16 == 0,
+        FULL=all(n % height == 0 for n, height in zip(heights, config.rows, strict=True)),
         WARPS=config.warps, num_warps=config.warps, num_stages=1, launch_pdl=starts_early(programs, plain),
     )  # fmt: skip
     return outs
@@ -873,7 +881,7 @@ def _few_case(
     constants: dict[str, object] = {
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "CHUNKS0": chunks[0], "CHUNKS1": chunks[1],
         "CHUNKS2": chunks[2], "BK": block, "ROW_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % COLUMNS == 0,
-        "ALIGNED": aligned_groups, "WARPS": config.warps,
+        "FULL": rows % heights[0] == 0, "ALIGNED": aligned_groups, "WARPS": config.warps,
     }  # fmt: skip
     absent = ["exponents0"] if block is None else []
     absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
