@@ -20,6 +20,7 @@ from abyssal.kv.pool import KVCache, RecordView
 from abyssal.kv.specs import CachePlan
 from abyssal.ops._select import Query, Selection, decides, publishes
 from abyssal.ops._streams import forked
+from abyssal.ops.argmax.triton import argmax
 from abyssal.ops.compress.triton import Pages, compress
 from abyssal.ops.decode_facts import Plan
 from abyssal.ops.decode_facts.triton import decode_facts
@@ -113,6 +114,9 @@ class KernelOps:
         """Memory through which the programs of a `site` hand their sums over."""
         self._handover = hc.HandoverState.allocate(tokens, self.hidden, self.device, batch_invariant=self.batch_invariant)
         self._reserved = tokens
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return argmax(logits)
 
     def decode_facts(self, positions: Tensor, rows: Tensor, folded: Tensor, pages: Tensor, plan: Plan) -> Tensor:
         return decode_facts(positions, rows, folded, pages, plan)
