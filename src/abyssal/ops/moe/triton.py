@@ -41,7 +41,6 @@ from abyssal.ops._records import (
     to_bf16,
     to_fp32,
     wait_for_inputs,
-    zero_behind_loads,
 )
 from abyssal.ops._streams import forked
 from abyssal.ops.linear import LinearWeight, dequantize
@@ -419,43 +418,33 @@ def _load_weights(w, s, row, gap, at, K, TILES, CHUNKS, FORMAT):
 
 
 @triton.jit
-def _load_inputs(x, live, CHUNKS, FORMAT, TOKENS):
-    """As operands, CHUNKS times 128 values of the input at pointers x [TOKENS, 1]."""
-    inputs = ()
+def _multiply(sums, data, scales, x, live, TILES, CHUNKS, FORMAT, TOKENS):
+    """sums: a tuple of fp32 [16, TOKENS], one per tile, plus what `_load_weights` gave times the input at pointers x [TOKENS, 1]."""
+    PARTS: tl.constexpr = 1 if FORMAT == "fp4" else 2 if FORMAT == "fp8" else 4
     for chunk in tl.static_range(CHUNKS):
+        inputs = ()
         for part in tl.static_range(4 if FORMAT == "plain" else 2):
             if FORMAT == "plain":
                 inputs = inputs + (_plain_input_tile(x + (chunk * 128 + part * 32) + tl.arange(0, 32)[None, :], live, TOKENS),)
             else:
                 inputs = inputs + (_input_tile(x + (chunk * 128 + part * 64), live, TOKENS),)
-    return inputs
-
-
-@triton.jit
-def _multiply(sums, data, scales, inputs, zero, TILES, CHUNKS, FORMAT):
-    """sums: a tuple of fp32 [16, TOKENS], one per tile, plus what `_load_weights` gave times what `_load_inputs` gave."""
-    PARTS: tl.constexpr = 1 if FORMAT == "fp4" else 2 if FORMAT == "fp8" else 4
-    PIECES: tl.constexpr = 4 if FORMAT == "plain" else 2
-    for chunk in tl.static_range(CHUNKS):
         new = ()
         for tile in tl.static_range(TILES):
             acc = sums[tile]
-            if FORMAT == "plain":
-                acc += zero
             for part in tl.static_range(PARTS):
                 words = data[(chunk * TILES + tile) * PARTS + part]
                 if FORMAT == "plain":
                     a, b = _unpack_plain(words)
-                    acc = tl.dot(_plain_tile(a, b, 16, 1), inputs[chunk * PIECES + part], acc)
+                    acc = tl.dot(_plain_tile(a, b, 16, 1), inputs[part], acc)
                 else:
-                    pairs = _scales(scales[chunk * TILES + tile], part, 16, FORMAT) + zero
+                    pairs = _scales(scales[chunk * TILES + tile], part, 16, FORMAT)
                     if FORMAT == "fp4":
                         v = _unpack_fp4(words, pairs)
-                        acc = tl.dot(_tile(v[0], v[1], v[2], v[3], 16, 1), inputs[chunk * PIECES], acc)
-                        acc = tl.dot(_tile(v[4], v[5], v[6], v[7], 16, 1), inputs[chunk * PIECES + 1], acc)
+                        acc = tl.dot(_tile(v[0], v[1], v[2], v[3], 16, 1), inputs[0], acc)
+                        acc = tl.dot(_tile(v[4], v[5], v[6], v[7], 16, 1), inputs[1], acc)
                     else:
                         v = _unpack_fp8(words, pairs)
-                        acc = tl.dot(_tile(v[0], v[1], v[2], v[3], 16, 1), inputs[chunk * PIECES + part], acc)
+                        acc = tl.dot(_tile(v[0], v[1], v[2], v[3], 16, 1), inputs[part], acc)
             new = new + (acc,)
         sums = new
     return sums
@@ -481,10 +470,9 @@ def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS, WAIT):
     if WAIT:
         gdc_wait()
     for step in range(STEPS):
-        inputs = _load_inputs(x + step * (CHUNKS * 128), live, CHUNKS, FORMAT, TOKENS)
         ahead = tl.minimum(step + 1, STEPS - 1) * CHUNKS
         later, later_scales = _load_weights(w, s, row, gap, ahead, K, TILES, CHUNKS, FORMAT)
-        sums = _multiply(sums, data, scales, inputs, zero_behind_loads(), TILES, CHUNKS, FORMAT)
+        sums = _multiply(sums, data, scales, x + step * (CHUNKS * 128), live, TILES, CHUNKS, FORMAT, TOKENS)
         data, scales = later, later_scales
     return sums
 
