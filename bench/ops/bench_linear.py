@@ -177,7 +177,9 @@ def scaled(x: Tensor, group: kernels.Group) -> Tensor:
     """The library's e4m3 product, which adds in 14 bits; its scales have the tokens innermost, and 16 tokens are the least."""
     assert group.scale is not None
     q = kernels.quantise(x if len(x) % 16 == 0 else x.new_zeros(-(-len(x) // 16) * 16, x.shape[1]), 128)
-    return torch._scaled_mm(q.codes, group.data.t(), scale_a=q.scales.t(), scale_b=group.scale.t(), out_dtype=torch.bfloat16)
+    return torch._scaled_mm(
+        q.codes, group.data.t(), scale_a=q.scales.t().contiguous().t(), scale_b=group.scale.t(), out_dtype=torch.bfloat16
+    )
 
 
 def sweep(table: Table) -> None:

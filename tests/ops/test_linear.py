@@ -418,11 +418,11 @@ def test_quantise_kernel_equals_the_reference(tile: int):
     x = tokens_of(5, 1312)[:, 16:]  # 1296 columns: the last tile is short
     quantised = kernels.quantise(x, tile)
     want = quantize_e4m3_tiles(x, tile)
-    scales = quantised.scales.T.repeat_interleave(tile, 1)[:, :1296]
+    scales = quantised.scales.repeat_interleave(tile, 1)[:, :1296]
     assert torch.equal((quantised.codes.float() * scales).bfloat16(), want)
     amax = torch.nn.functional.pad(x.float(), (0, -1296 % tile)).unflatten(1, (-1, tile)).abs().amax(2).clamp(min=1e-4)
     exponent = ops.ceil_log2(amax * torch.tensor(1 / 448, dtype=torch.float32, device=DEVICE))
-    assert torch.equal(quantised.scales.T, ops.exp2(exponent))
+    assert torch.equal(quantised.scales, ops.exp2(exponent))
     assert torch.equal(kernels.quantised_values(x, tile), want)
     assert kernels.quantised_values(x[:0], tile).shape == (0, 1296)
 
@@ -495,9 +495,9 @@ def test_routes_follow_from_shapes():
     assert routes(wide) == routes(narrow) == routes(wide, 2) == ["few", "few", "tiled", "tiled", "library"]
     assert routes(wide, 4) == ["few"] * 4 + ["library"]
     assert routes(short) == routes(plain) == ["few", "few", *["library"] * 3]
-    assert kernels.few_config(1, [(32768, 1, 1024)]) == kernels.FewConfig(8, (32,), (1,), 4)
-    assert kernels.few_config(9, [(1536, 1, 4096), (64, 2, 4096)]) == kernels.FewConfig(16, (16, 16), (1, 1), 8)
-    assert "tokens=32" in str(kernels.few_config(300, [(1536, 1, 4096), (64, 2, 4096)]))
+    assert kernels.few_config(1, [(32768, 1024, 128)]) == kernels.FewConfig(8, (32,), (1,), 4)
+    assert kernels.few_config(8, [(1536, 4096, 128), (64, 4096, None)]) == kernels.FewConfig(8, (16, 16), (2, 1), 8)
+    assert "tokens=32" in str(kernels.few_config(300, [(1536, 4096, 128), (64, 4096, None)]))
     assert kernels.tiled_config(64, 4096, 8192) == kernels.TiledConfig(64, 4, 2048)
     assert kernels.tiled_config(20, 32768, 1024) == kernels.TiledConfig(32, 1, 1024)
     assert kernels.tiled_config(64, 1536, 4096) == kernels.TiledConfig(64, 8, 512)

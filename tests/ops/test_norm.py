@@ -52,10 +52,8 @@ def test_kernel_rounds_the_first_result_for_a_product(tile):
     x, y = (torch.randn(3, n, device=DEVICE).bfloat16() for n in (320, 96))
     pairs = (x, torch.rand(320, device=DEVICE)), (y, torch.rand(96, device=DEVICE))
     plain, other = kernels.rms_norm(*pairs, eps=1e-6)
-    quantised, same = kernels.rms_norm(*pairs, eps=1e-6, tile=tile, codes=True)
-    rounded, again = kernels.rms_norm(*pairs, eps=1e-6, tile=tile)
-    assert torch.equal(same, other) and torch.equal(again, other) and rounded.tile == quantised.tile == tile
-    assert torch.equal(quantised.values(), quantize_e4m3_tiles(plain, tile)) and torch.equal(rounded.values(), quantised.values())
+    quantised, same = kernels.rms_norm(*pairs, eps=1e-6, tile=tile)
+    assert torch.equal(quantised.values(), quantize_e4m3_tiles(plain, tile)) and torch.equal(same, other)
     codes = quantise(plain, tile)
     assert torch.equal(codes.codes.view(torch.uint8), quantised.codes.view(torch.uint8))
     assert torch.equal(codes.scales, quantised.scales)

@@ -279,10 +279,8 @@ class KernelOps:
     def rms_norm(
         self, *pairs: tuple[Tensor, Tensor], eps: float, reader: products.PreparedLinear | None = None
     ) -> tuple[Any, ...]:
-        if reader is None:
-            return rms_norm(*pairs, eps=eps)
-        codes = products.takes_codes(len(pairs[0][0]), reader, batch_invariant=self.batch_invariant)
-        return rms_norm(*pairs, eps=eps, tile=reader.groups[0].tile, codes=codes)
+        codes = reader is not None and products.takes_codes(len(pairs[0][0]), reader, batch_invariant=self.batch_invariant)
+        return rms_norm(*pairs, eps=eps, tile=reader.groups[0].tile if reader is not None and codes else None)
 
     def prepare_table(self, table: RowTable) -> SharedTable | None:
         return None if table.held is None else share_table(*table.held, self.device)
@@ -324,9 +322,8 @@ class KernelOps:
         return prepare_experts(layer)
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
-        return moe(
-            x, token_ids, experts, batch_invariant=self.batch_invariant, beside=self._shared if len(x) <= BESIDE_TOKENS else None
-        )
+        beside = self._shared if len(x) <= BESIDE_TOKENS else None
+        return moe(x, token_ids, experts, batch_invariant=self.batch_invariant, beside=beside)
 
     def route(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
         return choices_of(x, token_ids, experts, batch_invariant=self.batch_invariant)

@@ -42,7 +42,6 @@ FEW_TOKENS = 16
 TILED_TOKENS = 256
 MOST_GROUPS = 3  # of a launch
 PROGRAMS = 128  # that keep the card busy
-MOST_EXPONENT = 254 - 88  # byte of an e8m0 scale that `_unpack_fp8` takes
 
 Route = Literal["few", "tiled", "library"]
 
@@ -56,7 +55,7 @@ class Group:
 
     data: Tensor  # e4m3 [N, K], see `panels`; bf16 [N, K], fp32 weights bf16 [N, 3 K], zeros from each K on to a multiple of 128
     scale: Tensor | None  # fp32 [ceil(N / block), K / block]
-    exponents: Tensor | None  # the same as int16 [ceil(N / block), K / 32], see `_exponents`
+    exponents: Tensor | None  # the same as int16, bytes e8m0
     block: tuple[int, int] | None
     tile: int | None  # values of the input that share a scale; None: the input is not quantised
     out_dtype: torch.dtype
@@ -102,10 +101,10 @@ def _piece(weight: LinearWeight | Tensor) -> Group:
     if weight.format == "fp8" and block is not None and tile is not None and _has_kernel(weight.shape, block, tile):
         assert weight.scale is not None
         scale = e8m0_to_float(weight.scale) if weight.scale.dtype == torch.uint8 else weight.scale
-        exponents = _exponents(scale, block[1])
+        exponents = _exponents(scale)
         if exponents is not None:
             rows, columns = weight.shape
-            data = panels(weight.data, width(tile, block[1]))
+            data = panels(weight.data, tile)
             return Group(data, scale.contiguous(), exponents, block, tile, torch.bfloat16, 1, (rows,), columns)
     return _plain([dequantize(weight, torch.bfloat16)], tile, torch.bfloat16)
 
@@ -118,27 +117,15 @@ def _plain(parts: list[Tensor], tile: int | None, out_dtype: torch.dtype) -> Gro
 
 def _has_kernel(shape: tuple[int, ...], block: tuple[int, int], tile: int) -> bool:
     rows, columns = shape
-    known = block[0] % PANEL_ROWS == 0 and block[1] in BLOCKS and tile in BLOCKS and columns % COLUMNS == 0
-    return known and (width(tile, block[1]) == COLUMNS or rows % PANEL_ROWS == 0)
+    known = block[0] % PANEL_ROWS == 0 and block[1] == tile and tile in BLOCKS and columns % COLUMNS == 0
+    return known and (tile == COLUMNS or rows % PANEL_ROWS == 0)
 
 
-def _exponents(scale: Tensor, block: int) -> Tensor | None:
-    """fp32 [R, K / block], powers of two -> int16 [R, K / 32], for each 128 columns four numbers that a warp's lanes 0 .. 3 take.
-
-    A lane multiplies columns 16 c .. 16 c + 15, c its number, and those 64 further on: the bytes of their e8m0 scales, the first the
-    low one. None where there is no such byte, or it is too large.
-    """
-    bits = scale.view(torch.int32)
-    byte = bits >> 23
-    if ((bits & 0x807FFFFF) != 0).any() or (bits == 0).any() or (byte > MOST_EXPONENT).any():
-        return None
-    first, second = byte.repeat_interleave(block // 32, 1).unflatten(1, (-1, 2, 2)).unbind(2)  # [R, K / 128, 2]
-    return (first | second << 8).repeat_interleave(2, 2).flatten(1).to(torch.int16).contiguous()
-
-
-def width(tile: int | None, block: int | None) -> int:
-    """Columns, at most COLUMNS, over which neither the input's scale nor the weight's changes."""
-    return min(COLUMNS, tile or COLUMNS, block or COLUMNS)
+def _exponents(scale: Tensor) -> Tensor | None:
+    """The bytes e8m0 of normal powers of two fp32; None where others are among them."""
+    bits = scale.contiguous().view(torch.int32)
+    normal = (bits & 0x807FFFFF) == 0
+    return (bits >> 23).to(torch.int16) if (normal & (bits != 0)).all() else None
 
 
 def panels(data: Tensor, width: int) -> Tensor:
@@ -175,7 +162,7 @@ class QuantisedInput:
     """An input as e4m3 codes and the scales of their tiles."""
 
     codes: Tensor  # e4m3 [T, K]; in groups [T, G, K]
-    scales: Tensor  # fp32 [G K / tile, T]
+    scales: Tensor  # fp32 [T, G K / tile]
     tile: int
 
     def __len__(self) -> int:
@@ -183,39 +170,25 @@ class QuantisedInput:
 
     def values(self) -> Tensor:
         """bf16 [T, K], exact."""
-        scales = self.scales.t().repeat_interleave(self.tile, 1)[:, : self.codes.shape[1]]
+        scales = self.scales.repeat_interleave(self.tile, 1)[:, : self.codes.shape[1]]
         return (self.codes.float() * scales).bfloat16()
 
     @classmethod
     def empty(cls, tokens: int, shape: tuple[int, ...], tile: int, device: torch.device) -> QuantisedInput:
         """Room for codes of `shape` per token."""
         codes = torch.empty(tokens, *shape, dtype=torch.float8_e4m3fn, device=device)
-        scales = torch.empty(math.prod(shape[:-1]) * -(-shape[-1] // tile), tokens, dtype=torch.float32, device=device)
+        scales = torch.empty(tokens, math.prod(shape[:-1]) * -(-shape[-1] // tile), dtype=torch.float32, device=device)
         return cls(codes, scales, tile)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundedInput:
-    """An input on the e4m3 grid of its tiles, dequantised."""
-
-    rounded: Tensor  # bf16 [T, K]
-    tile: int
-
-    def __len__(self) -> int:
-        return len(self.rounded)
-
-    def values(self) -> Tensor:
-        return self.rounded
+Input = Tensor | QuantisedInput
 
 
-Input = Tensor | QuantisedInput | RoundedInput
-
-
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def quantise_kernel(
-    x, x_stride, out, scales, num_rows, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr
+    x, x_stride, out, scales, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Token t, WIDTH columns per program. CODES: codes uint8 and scales fp32 [K / TILE, num_rows], else the rounded values."""
+    """Token t, WIDTH columns per program. CODES: codes uint8 and scales fp32 [T, K / TILE], else the rounded values."""
     wait_for_inputs(EARLY)
     token = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -225,7 +198,7 @@ def quantise_kernel(
     if CODES:
         tl.store(place, tl.reshape(codes, (WIDTH,)), mask=column < K)
         tile = tl.program_id(1) * (WIDTH // TILE) + tl.arange(0, WIDTH // TILE)
-        tl.store(scales + tile * num_rows + token, power_of_two(exponent), mask=tile * TILE < K)
+        tl.store(scales + token.to(tl.int64) * tl.cdiv(K, TILE) + tile, power_of_two(exponent), mask=tile * TILE < K)
     else:
         values = e4m3_values(codes) * power_of_two(exponent)[:, None]
         store_like(place, tl.reshape(values, (WIDTH,)), mask=column < K)
@@ -253,7 +226,7 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
     if len(x) == 0:
         return
     quantise_kernel[len(x), triton.cdiv(x.shape[1], WIDTH)](
-        x, x.stride(0), out, scales, len(out), x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None,
+        x, x.stride(0), out, scales, x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None,
         num_warps=1, **early(len(x) * triton.cdiv(x.shape[1], WIDTH), x),
     )  # fmt: skip
 
@@ -271,71 +244,68 @@ class FewConfig:
     warps: int
 
 
-def few_config(tokens: int, groups: Sequence[tuple[int, int, int]]) -> FewConfig:
+def few_config(tokens: int, groups: Sequence[tuple[int, int, int | None]]) -> FewConfig:
     """
     Args:
-        groups: rows, bytes of a value, and columns of each group.
+        groups: rows and columns of each group, and the tile of e4m3 weights.
     """
     per_program = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
-    rows = tuple(32 if n >= 256 * PROGRAMS and size == 1 else 16 for n, size, _ in groups)
+    rows = tuple(32 if tile == 128 and n >= 256 * PROGRAMS else 16 for n, _, tile in groups)
     chunks = tuple(
-        2 if size == 1 and height == 16 and per_program == 8 else 1 for height, (_, size, _) in zip(rows, groups, strict=True)
+        2 if tile == 128 and height == 16 and per_program == 8 else 1 for height, (_, _, tile) in zip(rows, groups, strict=True)
     )
-    return FewConfig(per_program, rows, chunks, 4 if groups[0][2] <= 2048 else 8)
+    return FewConfig(per_program, rows, chunks, 4 if groups[0][1] <= 2048 else 8)
 
 
-# Bytes 0 and 1 of a word become the high bytes of two halves, then 2 and 3. Placed four bits lower a code's bits are a bf16 exponent and
-# mantissa, its value times 2^-120, so that one product per two values removes the bias and applies the scale, exactly.
-FP8_ASM = tl.constexpr("""
+HALVES_ASM = tl.constexpr("""
 {
-.reg .b32 t, m, o;
-prmt.b32 t, $4, 0, 0x1404; shr.u32 m, t, 4; and.b32 m, m, 0x07F007F0; lop3.b32 m, t, 0x80008000, m, 0xEA;
-mul.rn.bf16x2 o, m, $5; mov.b32 {$0, $1}, o;
-prmt.b32 t, $4, 0, 0x3424; shr.u32 m, t, 4; and.b32 m, m, 0x07F007F0; lop3.b32 m, t, 0x80008000, m, 0xEA;
-mul.rn.bf16x2 o, m, $5; mov.b32 {$2, $3}, o;
+.reg .b16 low, high; .reg .b32 first, second;
+mov.b32 {low, high}, $4;
+cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high;
+mov.b32 {$0, $1}, first; mov.b32 {$2, $3}, second;
 }
 """)
-SCALE_DOWN = tl.constexpr(
-    32
-)  # powers of two by which weights are too small, so that their scales are bf16; sums are multiplied by 2^32
 
 
 @triton.jit
-def _unpack_fp8(words, exponents):
-    """int32 words and e8m0 bytes -> the four values bf16 of each word, times 2^-SCALE_DOWN."""
+def _four_halves(words):
+    """int32 words of four e4m3 codes -> their values fp16, exact; in the interpreter, whose products of fp16 are slow, fp32."""
     if INTERPRETED:
-        scale = power_of_two(exponents - 127 - SCALE_DOWN)
         values = ()
         for k in tl.static_range(4):
-            values = values + (to_bf16(e4m3_values(((words >> (8 * k)) & 255).to(tl.uint8)) * scale),)
+            values = values + (e4m3_values(((words >> (8 * k)) & 255).to(tl.uint8)),)
         return values
     else:
-        pairs = exponents * 0x00800080 + (120 - SCALE_DOWN) * 0x00800080  # 2^(byte - 127 - SCALE_DOWN + 120), twice
         return tl.inline_asm_elementwise(
-            FP8_ASM, "=h,=h,=h,=h,r,r", [words, pairs], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
-            pack=1,
-        )  # fmt: skip
+            HALVES_ASM, "=h,=h,=h,=h,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
+        )
 
 
-# In the tiles below a lane of a tensor-core product has what it has loaded, so that nothing moves: row l / 4 of 8, and with c = l % 4
-# columns 16 c .. 16 c + 15 of 64 (e4m3) or 8 c .. 8 c + 7 of 32 (bf16). As a sum over K may be taken in any order, the products number
-# K as these columns lie: groups of four of all lanes in turn, as Triton gives a lane four consecutive values of an operand. Dimensions are
-# [rows, warps, columns] where values are loaded: where nothing else decides, Triton spreads lanes over the first of them.
-
-
-@triton.jit
-def _of_words(exponents, WARPS: tl.constexpr):
-    """int32 [8, WARPS, 4], one per lane -> [8, WARPS, 16], for each of its words."""
-    return tl.reshape(tl.broadcast_to(exponents[:, :, :, None], (8, WARPS, 4, 4)), (8, WARPS, 16))
+# In the tiles below a lane of a tensor-core product has what it has loaded, so that nothing moves: row l / 4 of 8, and, with c = l % 4,
+# columns 16 c .. 16 c + 15 of 64 or 8 c .. 8 c + 7 of 32. As a sum over K may be taken in any order, the products number K as these
+# columns lie: groups of four of all lanes in turn, as Triton gives a lane four consecutive values of an operand. Dimensions are [rows,
+# warps, columns] where values are loaded: where nothing else decides, Triton spreads lanes over the first of them.
 
 
 @triton.jit
-def _fp8_tile(low, high, low_exponents, high_exponents, WARPS: tl.constexpr):
-    """Words int32 [8, WARPS, 16] of eight rows and of the next eight, e8m0 bytes int32 [8, WARPS, 4] -> bf16 [WARPS, 16, 64]."""
-    a, b = _unpack_fp8(low, _of_words(low_exponents, WARPS)), _unpack_fp8(high, _of_words(high_exponents, WARPS))
-    values = tl.join(tl.join(tl.join(a[0], a[2]), tl.join(a[1], a[3])), tl.join(tl.join(b[0], b[2]), tl.join(b[1], b[3])))
-    parts = tl.reshape(values, (8, WARPS, 4, 4, 4, 2))  # row, warp, lane, word, value, eight
-    return tl.reshape(tl.permute(parts, (1, 5, 0, 3, 2, 4)), (WARPS, 16, 64))
+def _fp8_values(words, WARPS: tl.constexpr, WORDS: tl.constexpr):
+    """int32 [8, WARPS, WORDS] -> [8, WARPS, 4 lanes, words of a lane, 4]."""
+    v = _four_halves(words)
+    return tl.reshape(tl.join(tl.join(v[0], v[2]), tl.join(v[1], v[3])), (8, WARPS, 4, WORDS // 4, 4))
+
+
+@triton.jit
+def _fp8_tile(low, high, WARPS: tl.constexpr, WORDS: tl.constexpr):
+    """Words of eight rows and of the next eight -> fp16 [WARPS, 16, 4 WORDS]."""
+    parts = tl.join(_fp8_values(low, WARPS, WORDS), _fp8_values(high, WARPS, WORDS))  # row, warp, lane, word, value, eight
+    return tl.reshape(tl.permute(parts, (1, 5, 0, 3, 2, 4)), (WARPS, 16, 4 * WORDS))
+
+
+@triton.jit
+def _fp8_input(words, WARPS: tl.constexpr, WORDS: tl.constexpr):
+    """Words of eight tokens -> fp16 [WARPS, 4 WORDS, 8]."""
+    parts = tl.permute(_fp8_values(words, WARPS, WORDS), (1, 0, 3, 2, 4))  # warp, token, word, lane, value
+    return tl.permute(tl.reshape(parts, (WARPS, 8, 4 * WORDS)), (0, 2, 1))
 
 
 @triton.jit
@@ -346,33 +316,51 @@ def _plain_tile(low, high, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _fp8_input(low, high, WARPS: tl.constexpr):
-    """bf16 [8, WARPS, 32] of eight tokens: of each lane's 16 columns the first eight, and the last -> [WARPS, 64, 8]."""
-    parts = tl.join(
-        tl.reshape(low, (8, WARPS, 4, 2, 4)), tl.reshape(high, (8, WARPS, 4, 2, 4))
-    )  # token, warp, lane, four, value, eight
-    return tl.permute(tl.reshape(tl.permute(parts, (1, 0, 5, 3, 2, 4)), (WARPS, 8, 64)), (0, 2, 1))
-
-
-@triton.jit
 def _plain_input(x, WARPS: tl.constexpr):
     """bf16 [8, WARPS, 32] of eight tokens -> [WARPS, 32, 8]."""
     parts = tl.reshape(x, (8, WARPS, 4, 2, 4))  # token, warp, lane, four, value
     return tl.permute(tl.reshape(tl.permute(parts, (1, 0, 3, 2, 4)), (WARPS, 8, 32)), (0, 2, 1))
 
 
+# The scales of a product lie where its sums do if they are a product themselves: of the weight's scale by the input's, powers of two and
+# so exact. Block b of 128 columns has its scales in lanes c = b; the operand of the weights holds that of one block, and zeros.
+
+
+@triton.jit
+def _spread(x):
+    """[8, WARPS, 4] -> [8, WARPS, 4, 2, 2, 2], of a lane's eight values all but the first zero."""
+    x = tl.join(x, tl.zeros_like(x))
+    x = tl.join(x, tl.zeros_like(x))
+    return tl.join(x, tl.zeros_like(x))
+
+
+@triton.jit
+def _weight_scale(byte, block: tl.constexpr, WARPS: tl.constexpr):
+    """e8m0 bytes int32 [8, WARPS, 4], one per block, the same for all rows -> bf16 [WARPS, 16, 32]."""
+    bits = tl.where(tl.arange(0, 4)[None, None, :] == block, byte << 7, 0)
+    x = _spread(bits.to(tl.uint16).to(tl.bfloat16, bitcast=True))
+    parts = tl.reshape(tl.join(x, x), (8, WARPS, 4, 4, 2, 2))  # row, warp, lane, value, half, eight
+    return tl.reshape(tl.permute(parts, (1, 5, 0, 4, 2, 3)), (WARPS, 16, 32))
+
+
+@triton.jit
+def _input_scale(scale, WARPS: tl.constexpr):
+    """fp32 [8, WARPS, 4], per token and block -> bf16 [WARPS, 32, 8]."""
+    parts = tl.reshape(_spread(to_bf16(scale)), (8, WARPS, 4, 4, 2))  # token, warp, lane, value, half
+    return tl.permute(tl.reshape(tl.permute(parts, (1, 0, 4, 2, 3)), (WARPS, 8, 32)), (0, 2, 1))
+
+
 @triton.jit
 def _load_weights(
-    data, exponents, n0, N_end, first, K, BN: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr, FULL: tl.constexpr,
-    ALIGNED: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
+    data, exponents, n0, N_end, first, K, BN: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, FULL: tl.constexpr,
+    CHUNKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Of rows BN from n0 on, eight at a time, each warp's 128 columns from `first` [WARPS] on, and those of the next CHUNKS - 1 rounds.
 
-    Of e4m3 weights also the scales' bytes, for each 16 rows, or for each eight where 16 are not ALIGNED to blocks. Columns past the last
-    are not read: they have any e4m3 value, or zero.
+    Of e4m3 weights also the scales' bytes, of each 16 rows. Codes of columns past the last are not read: they are any, with scale 0.
     """
-    FP8: tl.constexpr = ROW_BLOCK is not None
-    NEXT: tl.constexpr = 16 if BK == 128 else 256  # words from 64 columns to the next
+    FP8: tl.constexpr = TILE is not None
+    WORDS: tl.constexpr = 8 if TILE == 32 else 16
     values, scales = (), ()
     for chunk in tl.static_range(CHUNKS):
         column = (first + chunk * (WARPS * 128))[None, :, None]
@@ -381,18 +369,22 @@ def _load_weights(
             row = n0 + eight * 8 + tl.arange(0, 8)
             n = (row if FULL else tl.minimum(row, N_end - 1)).to(tl.int64)[:, None, None]  # past the last row it is done again
             if FP8:
-                word = tl.arange(0, 16)[None, None, :]
-                if BK == 128:
+                word = tl.arange(0, WORDS)[None, None, :]
+                if TILE == 128:
                     place = n * (K // 4) + column // 4 + word
                 else:
                     panel = (n0 // 16 + eight // 2).to(tl.int64) if FULL else n // 16
                     inner = (eight % 2 * 8 + tl.arange(0, 8))[:, None, None] if FULL else n % 16
-                    place = panel * (4 * K) + column * 4 + (inner * (BK // 4) + word // (BK // 4) * (4 * BK) + word % (BK // 4))
-                for part in tl.static_range(2):
-                    values = values + (tl.load(data + place + part * NEXT, mask=inside),)
-                if eight % 2 == 0 or not ALIGNED:
-                    lane = n // ROW_BLOCK * (K // 32) + column // 32 + tl.arange(0, 4)[None, None, :]
-                    scales = scales + (tl.load(exponents + lane, mask=inside, other=0),)
+                    place = panel * (4 * K) + column * 4 + (inner * (TILE // 4) + word)
+                for part in tl.static_range(32 // WORDS):
+                    values = values + (tl.load(data + place + part * (16 if TILE == 128 else 4 * TILE), mask=inside),)
+                if eight % 2 == 0:
+                    lane = tl.arange(0, 4)[None, None, :]
+                    block = tl.minimum(n0 + eight * 8, N_end - 1) // ROW_BLOCK * (K // TILE) + column // TILE
+                    byte = tl.load(
+                        exponents + block + lane + tl.zeros((8, 1, 1), tl.int32), mask=inside & (lane < 128 // TILE), other=0
+                    )
+                    scales = scales + (byte,)
             else:
                 place = n * K + column + tl.arange(0, 32)[None, None, :]
                 for part in tl.static_range(4):
@@ -402,109 +394,137 @@ def _load_weights(
 
 @triton.jit
 def _load_inputs(
-    x, x_stride, t0, T, first, K, columns, BT: tl.constexpr, FP8: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, CHUNKS: tl.constexpr,
-    WARPS: tl.constexpr,
+    x, x_stride, x_scales, x_scale_stride, t0, T, first, K, columns, BT: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    EVEN: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """As operands, what meets `_load_weights`: of tokens t0 .. t0 + BT, eight at a time; zero past the last column."""
-    inputs = ()
+    """What meets `_load_weights`, of tokens t0 .. t0 + BT, eight at a time; scales and plain values are zero past the last column."""
+    WORDS: tl.constexpr = 8 if TILE == 32 else 16
+    inputs, scales = (), ()
     for chunk in tl.static_range(CHUNKS):
         column = (first + chunk * (WARPS * 128))[None, :, None]
         inside = column < K
         if PARTS > 1:
             column = column % (K // PARTS)
-        k = tl.arange(0, 32)[None, None, :]
         for eight in tl.static_range(BT // 8):
             t = tl.minimum(t0 + eight * 8 + tl.arange(0, 8), T - 1).to(tl.int64)[
                 :, None, None
             ]  # past the last token it is done again
-            for part in tl.static_range(2 if FP8 else 4):
-                if FP8:
-                    place = x + t * x_stride + column + (part * 64 + k // 8 * 16 + k % 8)
-                    low = tl.load(place, mask=inside, other=0.0)
-                    inputs = inputs + (_fp8_input(low, tl.load(place + 8, mask=inside, other=0.0), WARPS),)
-                else:
-                    here = column + part * 32 + k
+            if TILE is not None:
+                for part in tl.static_range(32 // WORDS):
+                    word = column // 4 + part * WORDS + tl.arange(0, WORDS)[None, None, :]
+                    inputs = inputs + (tl.load(x + t * x_stride + word, mask=inside),)
+                lane = tl.arange(0, 4)[None, None, :]
+                place = x_scales + t * x_scale_stride + column // TILE + lane
+                scales = scales + (tl.load(place, mask=inside & (lane < 128 // TILE), other=0.0),)
+            else:
+                for part in tl.static_range(4):
+                    here = column + part * 32 + tl.arange(0, 32)[None, None, :]
                     kept = inside if EVEN else inside & (here < columns)
-                    inputs = inputs + (_plain_input(tl.load(x + t * x_stride + here, mask=kept, other=0.0), WARPS),)
-    return inputs
+                    inputs = inputs + (tl.load(x + t * x_stride + here, mask=kept, other=0.0),)
+    return inputs, scales
 
 
 @triton.jit
-def _multiply(sums, values, scales, inputs, zero, BN, BT, CHUNKS, FP8, ALIGNED, WARPS):
-    """sums: a tuple of fp32 [WARPS, 16, 8], for each 16 rows one per eight tokens, plus what `_load_weights` and `_load_inputs` gave."""
-    PIECES: tl.constexpr = 2 if FP8 else 4  # of 128 columns
+def _multiply_fp8(sums, w, w_bytes, x, x_scales, zero, BN, BT, CHUNKS, TILE, WARPS):
+    """sums: a tuple of fp32 [WARPS, 16, 8], for each 16 rows one per eight tokens, plus the product of what was loaded, block by block."""
+    WORDS: tl.constexpr = 8 if TILE == 32 else 16
+    PIECES: tl.constexpr = 32 // WORDS  # of 128 columns
+    PER_BLOCK: tl.constexpr = TILE // (4 * WORDS)
     for chunk in tl.static_range(CHUNKS):
-        for part in tl.static_range(PIECES):
+        for block in tl.static_range(128 // TILE):
             new = ()
             for tile in tl.static_range(BN // 16):
-                low = values[(chunk * (BN // 8) + 2 * tile) * PIECES + part]
-                high = values[(chunk * (BN // 8) + 2 * tile + 1) * PIECES + part]
-                if FP8:
-                    of_low = scales[chunk * (BN // 16) + tile if ALIGNED else chunk * (BN // 8) + 2 * tile]
-                    of_high = of_low if ALIGNED else scales[chunk * (BN // 8) + 2 * tile + 1]
-                    low_bytes = (of_low.to(tl.int32) >> (8 * part) & 255) + zero
-                    high_bytes = (of_high.to(tl.int32) >> (8 * part) & 255) + zero
-                    operand = _fp8_tile(low, high, low_bytes, high_bytes, WARPS)
-                else:
-                    operand = _plain_tile(low, high, WARPS)
+                w_scale = _weight_scale(w_bytes[chunk * (BN // 16) + tile].to(tl.int32) + zero, block, WARPS)
+                operands = ()
+                for part in tl.static_range(PER_BLOCK):
+                    low = w[(chunk * (BN // 8) + 2 * tile) * PIECES + block * PER_BLOCK + part]
+                    high = w[(chunk * (BN // 8) + 2 * tile + 1) * PIECES + block * PER_BLOCK + part]
+                    operands = operands + (_fp8_tile(low, high, WARPS, WORDS),)
+                for eight in tl.static_range(BT // 8):
+                    total = tl.zeros((WARPS, 16, 8), tl.float32) + zero
+                    for part in tl.static_range(PER_BLOCK):
+                        words = x[(chunk * (BT // 8) + eight) * PIECES + block * PER_BLOCK + part]
+                        total = tl.dot(operands[part], _fp8_input(words, WARPS, WORDS), total)
+                    scale = tl.dot(w_scale, _input_scale(x_scales[chunk * (BT // 8) + eight], WARPS))
+                    new = new + (sums[tile * (BT // 8) + eight] + total * scale,)
+            sums = new
+    return sums
+
+
+@triton.jit
+def _multiply_plain(sums, w, x, zero, BN, BT, CHUNKS, WARPS):
+    """As `_multiply_fp8` for bf16."""
+    for chunk in tl.static_range(CHUNKS):
+        for part in tl.static_range(4):
+            new = ()
+            for tile in tl.static_range(BN // 16):
+                low = w[(chunk * (BN // 8) + 2 * tile) * 4 + part]
+                operand = _plain_tile(low, w[(chunk * (BN // 8) + 2 * tile + 1) * 4 + part], WARPS)
                 for eight in tl.static_range(BT // 8):
                     total = sums[tile * (BT // 8) + eight]
-                    if not FP8 and chunk == 0 and part == 0:
+                    if chunk == 0 and part == 0:
                         total += zero
-                    new = new + (tl.dot(operand, inputs[(chunk * (BT // 8) + eight) * PIECES + part], total),)
+                    new = new + (tl.dot(operand, _plain_input(x[(chunk * (BT // 8) + eight) * 4 + part], WARPS), total),)
             sums = new
     return sums
 
 
 @triton.jit
 def _product(
-    x, x_stride, data, exponents, out, tile, t0, T, N, K, columns, group_rows,
-    BN: tl.constexpr, BT: tl.constexpr, CHUNKS: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    EVEN: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
+    x, x_stride, x_scales, x_scale_stride, data, exponents, out, tile, t0, T, N, K, columns, group_rows,
+    BN: tl.constexpr, BT: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Rows BN of one weight for BT tokens: each warp's own columns, then the sum over the warps.
 
     The loads of the next columns are in flight during a product. Weights do not depend on the kernel before: the first are on their
     way before the input is there.
     """
-    FP8: tl.constexpr = ROW_BLOCK is not None
     group_tiles = tl.cdiv(group_rows, BN)
     group = tile // group_tiles
     n0 = group * group_rows + tile % group_tiles * BN
     N_end = (group + 1) * group_rows
-    x += group * columns
+    if TILE is None:
+        x += group * columns
+    else:
+        x += group * (columns // 4)
+        x_scales += group * (columns // TILE)
     first = tl.arange(0, WARPS) * 128
     sums = ()
     for _ in tl.static_range(BN // 16 * (BT // 8)):
         sums = sums + (tl.zeros((WARPS, 16, 8), tl.float32),)
-    w, s = _load_weights(data, exponents, n0, N_end, first, K, BN, BK, ROW_BLOCK, FULL, ALIGNED, CHUNKS, WARPS)
+    w, w_bytes = _load_weights(data, exponents, n0, N_end, first, K, BN, TILE, ROW_BLOCK, FULL, CHUNKS, WARPS)
     if not INTERPRETED:
         gdc_wait()
     for _ in range(0, K, WARPS * 128 * CHUNKS):
-        inputs = _load_inputs(x, x_stride, t0, T, first, K, columns, BT, FP8, PARTS, EVEN, CHUNKS, WARPS)
+        inputs, scales = _load_inputs(
+            x, x_stride, x_scales, x_scale_stride, t0, T, first, K, columns, BT, TILE, PARTS, EVEN, CHUNKS, WARPS
+        )
         first += WARPS * 128 * CHUNKS
-        w_next, s_next = _load_weights(data, exponents, n0, N_end, first, K, BN, BK, ROW_BLOCK, FULL, ALIGNED, CHUNKS, WARPS)
-        sums = _multiply(sums, w, s, inputs, zero_behind_loads(), BN, BT, CHUNKS, FP8, ALIGNED, WARPS)
-        w, s = w_next, s_next
+        w_next, bytes_next = _load_weights(data, exponents, n0, N_end, first, K, BN, TILE, ROW_BLOCK, FULL, CHUNKS, WARPS)
+        if TILE is None:
+            sums = _multiply_plain(sums, w, inputs, zero_behind_loads(), BN, BT, CHUNKS, WARPS)
+        else:
+            sums = _multiply_fp8(sums, w, w_bytes, inputs, scales, zero_behind_loads(), BN, BT, CHUNKS, TILE, WARPS)
+        w, w_bytes = w_next, bytes_next
     for tile16 in tl.static_range(BN // 16):
         rows = n0 + tile16 * 16 + tl.arange(0, 16)
         for eight in tl.static_range(BT // 8):
             tokens = t0 + eight * 8 + tl.arange(0, 8)
-            total = tl.sum(sums[tile16 * (BT // 8) + eight], 0)
             place = out + tokens.to(tl.int64)[None, :] * N + rows[:, None]
             kept = (rows < N_end)[:, None] & (tokens < T)[None, :]
-            store_like(place, total * 2.0**SCALE_DOWN if FP8 else total, mask=kept)
+            store_like(place, tl.sum(sums[tile16 * (BT // 8) + eight], 0), mask=kept)
 
 
-@triton.jit(do_not_specialize=["T", "token_tiles", "tiles0", "tiles1"])
+@triton.jit(do_not_specialize=["T", "token_tiles", "tiles0", "tiles1", "scales0_stride"])
 def few_tokens_kernel(
-    x, x_stride, input0, input0_stride, T, columns, token_tiles, group_rows,
+    x, x_stride, input0, input0_stride, scales0, scales0_stride, T, columns, token_tiles, group_rows,
     data0, exponents0, out0, N0, K0, tiles0, data1, out1, N1, K1, tiles1, data2, out2, N2, K2,
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, CHUNKS0: tl.constexpr, CHUNKS1: tl.constexpr,
-    CHUNKS2: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr,
-    PARTS2: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
+    CHUNKS2: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr,
+    PARTS2: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Up to three groups of weights of one input; only the first may have scales, and an input of its own, rounded to its tiles' grid.
+    """Up to three groups of weights of one input; only the first may have scales, or an input of its own, quantised or rounded to its tiles' grid.
 
     The token tiles of the same rows run side by side, so that the weights come from memory once.
     """
@@ -512,19 +532,19 @@ def few_tokens_kernel(
     tile = tl.program_id(0) // token_tiles
     if tile < tiles0:
         _product(
-            input0, input0_stride, data0, exponents0, out0, tile, t0, T, N0, K0, columns, group_rows,
-            BN0, BT, CHUNKS0, BK, ROW_BLOCK, PARTS0, EVEN, FULL, ALIGNED, WARPS,
+            input0, input0_stride, scales0, scales0_stride, data0, exponents0, out0, tile, t0, T, N0, K0, columns, group_rows,
+            BN0, BT, CHUNKS0, TILE, ROW_BLOCK, PARTS0, EVEN, FULL, WARPS,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
-                x, x_stride, data1, None, out1, tile - tiles0, t0, T, N1, K1, columns, N1,
-                BN1, BT, CHUNKS1, None, None, PARTS1, EVEN, FULL, True, WARPS,
+                x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K1, columns, N1,
+                BN1, BT, CHUNKS1, None, None, PARTS1, EVEN, FULL, WARPS,
             )  # fmt: skip
         elif data2 is not None:
             _product(
-                x, x_stride, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K2, columns, N2,
-                BN2, BT, CHUNKS2, None, None, PARTS2, EVEN, FULL, True, WARPS,
+                x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K2, columns, N2,
+                BN2, BT, CHUNKS2, None, None, PARTS2, EVEN, FULL, WARPS,
             )  # fmt: skip
     if not INTERPRETED:
         gdc_launch_dependents()  # not before, or what follows would take the place of programs that have not begun
@@ -538,16 +558,19 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
     """
     first, columns = groups[0], groups[0].columns
     assert len(groups) <= MOST_GROUPS and all(group.tile is None and group.columns == columns for group in groups[1:])
-    plain = _values(x, None)
+    plain = x.codes.flatten(1) if isinstance(x, QuantisedInput) and len(groups) == 1 else _values(x, None)
     tokens = len(plain)
     assert plain.shape[1] == columns * num_groups, f"input has {plain.shape[1]} columns, the weight {columns}"
     assert plain.stride(1) == 1, f"the values of a row are {plain.stride(1)} apart"
     outs = [torch.empty(tokens, len(group.data), dtype=group.out_dtype, device=plain.device) for group in groups]
     if tokens == 0:
         return outs
-    source = _values(x, first.tile)
-    config = config or few_config(tokens, [(len(group.data), group.data.itemsize, group.data.shape[1]) for group in groups])
+    quantised = _codes(x, first.tile) if first.block is not None and first.tile is not None else None
+    source = _values(x, first.tile) if quantised is None else quantised.codes.flatten(1).view(torch.int32)
+    scales = None if quantised is None else quantised.scales
+    config = config or few_config(tokens, [(*group.data.shape, group.block and group.tile) for group in groups])
     group_rows = len(first.data) // num_groups
+    assert num_groups == 1 or group_rows % 16 == 0, f"groups of {group_rows} rows, not of a multiple of 16"
     tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
     tiles[0] = num_groups * triton.cdiv(group_rows, config.rows[0])
     token_tiles = triton.cdiv(tokens, config.tokens)
@@ -558,12 +581,13 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
     programs = sum(tiles) * token_tiles
     heights = (group_rows, *(len(group.data) for group in groups[1:]))
     few_tokens_kernel[(programs,)](
-        plain, plain.stride(0), source, source.stride(0), tokens, columns, token_tiles, group_rows,
+        plain, plain.stride(0), source, source.stride(0), scales, 0 if scales is None else scales.stride(0),
+        tokens, columns, token_tiles, group_rows,
         first.data if first.block is None else first.data.view(torch.int32), first.exponents, outs[0], *first.data.shape, tiles[0],
         data1, out1, rows1, columns1, tiles1, data2, out2, rows2, columns2,
         BT=config.tokens, BN0=rows[0], BN1=rows[1], BN2=rows[2], CHUNKS0=chunks[0], CHUNKS1=chunks[1], CHUNKS2=chunks[2],
-        BK=None if first.block is None else width(first.tile, first.block[1]), ROW_BLOCK=first.block and first.block[0],
-        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % COLUMNS == 0, ALIGNED=num_groups == 1 or group_rows % 16 == 0,
+        TILE=None if first.block is None else first.tile, ROW_BLOCK=first.block and first.block[0],
+        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % COLUMNS == 0,
         FULL=all(n % height == 0 for n, height in zip(heights, config.rows, strict=True)),
         WARPS=config.warps, num_warps=config.warps, num_stages=1, launch_pdl=starts_early(programs, plain),
     )  # fmt: skip
@@ -603,17 +627,12 @@ def _halves(codes):
         return codes.to(tl.float16)
 
 
-_width = triton.constexpr_function(width)
-
-
 @triton.jit(do_not_specialize=["T", "x_scale_stride"])
 def tiled_kernel(
     x, x_stride, x_scales, x_scale_stride, data, scale, out, T, N, K, group_rows, split_columns,
-    BN: tl.constexpr, BT: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    COLUMN_BLOCK: tl.constexpr,
+    BN: tl.constexpr, BT: tl.constexpr, COLUMNS: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (n, t, s): BN rows of an FP8 weight for BT tokens over part s of K, into out [S, T, N]; a row tile lies in one group."""
-    BK: tl.constexpr = _width(TILE, COLUMN_BLOCK)
     n0 = tl.program_id(0) * BN
     group = n0 // group_rows
     n = tl.minimum(n0 + tl.arange(0, BN), N - 1).to(tl.int64)
@@ -621,17 +640,16 @@ def tiled_kernel(
     t = tl.minimum(t0 + tl.arange(0, BT), T - 1).to(tl.int64)
     k = tl.arange(0, BK)
     x_pointer = x + group * K + t[None, :] * x_stride + k[:, None]
-    x_tile = group * (K // TILE)
     if BK == COLUMNS:
         w_pointer = data + n[:, None] * K + k[None, :]
     else:
         w_pointer = data + (n // 16 * (16 * K) + n % 16 * BK)[:, None] + k[None, :]
     STRIDE: tl.constexpr = 1 if BK == COLUMNS else 16  # of a column of the weight, where a panel's rows lie side by side
     first = tl.program_id(2) * split_columns
-    w_scales = scale + (n0 // ROW_BLOCK if ROW_BLOCK % BN == 0 else n // ROW_BLOCK) * (K // COLUMN_BLOCK)
-    x_scales += x_tile * x_scale_stride + t
-    x_scale = tl.load(x_scales + first // TILE * x_scale_stride)
-    w_scale = tl.load(w_scales + first // COLUMN_BLOCK)
+    w_scales = scale + (n0 // ROW_BLOCK if ROW_BLOCK % BN == 0 else n // ROW_BLOCK) * (K // BK)
+    x_scales += group * (K // BK) + t * x_scale_stride
+    x_scale = tl.load(x_scales + first // BK)
+    w_scale = tl.load(w_scales + first // BK)
     acc = tl.zeros((BN, BT), tl.float32)
     for k0 in range(first, tl.minimum(first + split_columns, K), COLUMNS):
         for part in tl.static_range(COLUMNS // BK):
@@ -639,8 +657,8 @@ def tiled_kernel(
             w = tl.load(w_pointer + here * STRIDE)
             codes = tl.load(x_pointer + here)
             later = tl.minimum(here + BK, K - BK)  # scales are loaded one product ahead
-            x_ahead = tl.load(x_scales + later // TILE * x_scale_stride)
-            w_ahead = tl.load(w_scales + later // COLUMN_BLOCK)
+            x_ahead = tl.load(x_scales + later // BK)
+            w_ahead = tl.load(w_scales + later // BK)
             product = tl.dot(_halves(w), _halves(codes))
             if ROW_BLOCK % BN == 0:
                 acc += product * (x_scale * w_scale)[None, :]
@@ -678,7 +696,7 @@ def tiled(x: QuantisedInput, group: Group, *, num_groups: int = 1, config: Tiled
     parts = out if config.splits == 1 else torch.empty(config.splits, tokens, rows, dtype=torch.float32, device=codes.device)
     tiled_kernel[triton.cdiv(rows, TILE_ROWS), triton.cdiv(tokens, config.tokens), config.splits](
         codes, codes.stride(0), x.scales, x.scales.stride(0), group.data, group.scale, parts, tokens, rows, columns, group_rows,
-        config.columns, BN=TILE_ROWS, BT=config.tokens, COLUMNS=COLUMNS, TILE=group.tile, ROW_BLOCK=group.block[0], COLUMN_BLOCK=group.block[1],
+        config.columns, BN=TILE_ROWS, BT=config.tokens, COLUMNS=COLUMNS, BK=group.tile, ROW_BLOCK=group.block[0],
         num_warps=8, num_stages=config.num_stages,
     )  # fmt: skip
     if config.splits > 1:
@@ -691,11 +709,9 @@ def tiled(x: QuantisedInput, group: Group, *, num_groups: int = 1, config: Tiled
 
 @triton.jit
 def dequantise_kernel(
-    data, scale, out, N, K, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, BN: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    data, scale, out, N, K, BK: tl.constexpr, ROW_BLOCK: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """e4m3 weights times their scales -> bf16 [N, K]: BN rows and COLUMNS columns per program."""
-    BK: tl.constexpr = _width(TILE, COLUMN_BLOCK)
     n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (n < N) & (column < K)
@@ -704,7 +720,7 @@ def dequantise_kernel(
     else:
         place = n // 16 * (16 * K) + column // BK * (16 * BK) + n % 16 * BK + column % BK
     codes = tl.load(data + place, mask=inside, other=0.0)
-    s = tl.load(scale + n // ROW_BLOCK * tl.cdiv(K, COLUMN_BLOCK) + column // COLUMN_BLOCK, mask=inside, other=0.0)
+    s = tl.load(scale + n // ROW_BLOCK * (K // BK) + column // BK, mask=inside, other=0.0)
     tl.store(out + n * K + column, to_bf16(_halves(codes).to(tl.float32) * s), mask=inside)
 
 
@@ -714,7 +730,7 @@ def dequantised(group: Group) -> Tensor:
     rows, columns = group.data.shape
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=group.data.device)
     dequantise_kernel[triton.cdiv(rows, PANEL_ROWS), triton.cdiv(columns, COLUMNS)](
-        group.data, group.scale, out, rows, columns, TILE=group.tile, ROW_BLOCK=group.block[0], COLUMN_BLOCK=group.block[1],
+        group.data, group.scale, out, rows, columns, BK=group.tile, ROW_BLOCK=group.block[0],
         BN=PANEL_ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out
@@ -749,6 +765,13 @@ def _padded(x: Tensor, group: Group) -> Tensor:
     return F.pad(x, (0, group.data.shape[1] // group.parts - group.columns))
 
 
+def _codes(x: Input, tile: int) -> QuantisedInput:
+    """Codes for a weight whose input is quantised in tiles of `tile`."""
+    if isinstance(x, QuantisedInput):
+        return x if x.tile == tile else quantise(x.values(), tile)
+    return quantise(x, tile)
+
+
 def _values(x: Input, tile: int | None) -> Tensor:
     """bf16 values for a weight whose input is rounded in tiles of `tile`. What other tiles have rounded is taken as it is for None."""
     values = x if isinstance(x, Tensor) else x.values()
@@ -777,9 +800,7 @@ def linear(x: Input, prepared: PreparedLinear, *, batch_invariant: bool = False)
     for i, group in enumerate(prepared.groups):
         if routes[i] == "tiled":
             assert group.tile is not None
-            outs[i] = tiled(
-                x if isinstance(x, QuantisedInput) and x.tile == group.tile else quantise(_values(x, None), group.tile), group
-            )
+            outs[i] = tiled(_codes(x, group.tile), group)
         elif routes[i] == "library":
             outs[i] = _library(x, group)
     parts = [outs[i].split(group.rows, dim=1) for i, group in enumerate(prepared.groups)]
@@ -789,7 +810,7 @@ def linear(x: Input, prepared: PreparedLinear, *, batch_invariant: bool = False)
 def takes_codes(tokens: int, prepared: PreparedLinear, num_groups: int = 1, *, batch_invariant: bool = False) -> bool:
     """Whether a product with this weight wants its input as codes."""
     (group,) = prepared.groups
-    return not batch_invariant and route(tokens, group, num_groups) == "tiled"
+    return group.block is not None and (batch_invariant or route(tokens, group, num_groups) != "library")
 
 
 def linear_grouped(
@@ -806,12 +827,12 @@ def linear_grouped(
     assert codes == takes_codes(tokens, prepared, num_groups, batch_invariant=batch_invariant), (
         f"{type(x).__name__} of {tokens} tokens"
     )
+    if batch_invariant or route(tokens, group, num_groups) == "few":
+        plain = group if isinstance(x, QuantisedInput) else dataclasses.replace(group, tile=None)
+        source = x if isinstance(x, QuantisedInput) else x.flatten(1)
+        return few_tokens(source, [plain], num_groups=num_groups)[0].view(tokens, num_groups, -1)
     if isinstance(x, QuantisedInput):
         return tiled(x, group, num_groups=num_groups).view(tokens, num_groups, -1)
-    if batch_invariant or route(tokens, group, num_groups) == "few":
-        flat = x.flatten(1)
-        source = flat if group.tile is None else RoundedInput(flat, group.tile)
-        return few_tokens(source, [group], num_groups=num_groups)[0].view(tokens, num_groups, -1)
     matrix = (group.data if group.block is None else dequantised(group)).view(num_groups, -1, group.data.shape[1])
     out = torch.empty(tokens, num_groups, matrix.shape[1], dtype=x.dtype, device=x.device)
     torch.bmm(_padded(x, group).transpose(0, 1), matrix.transpose(1, 2), out=out.transpose(0, 1))
@@ -823,7 +844,7 @@ def aot_cases() -> list[AotCase]:
     cases = [
         AotCase(
             f"quantise tile={tile} codes={codes}", quantise_kernel,
-            {"x": "*bf16", "x_stride": "i32", "out": "*u8" if codes else "*bf16", "scales": "*fp32", "num_rows": "i32", "K": "i32"},
+            {"x": "*bf16", "x_stride": "i32", "out": "*u8" if codes else "*bf16", "scales": "*fp32", "K": "i32"},
             {"TILE": tile, "WIDTH": WIDTH, "CODES": codes, "EARLY": True} | ({} if codes else {"scales": None}), num_warps=1,
             aligned=("x", "x_stride", "out", "K"),
         )
@@ -832,7 +853,7 @@ def aot_cases() -> list[AotCase]:
         AotCase(
             f"dequantise block={block}", dequantise_kernel,
             {"data": "*fp8e4nv", "scale": "*fp32", "out": "*bf16", "N": "i32", "K": "i32"},
-            {"TILE": block, "ROW_BLOCK": block, "COLUMN_BLOCK": block, "BN": PANEL_ROWS, "COLUMNS": COLUMNS},
+            {"BK": block, "ROW_BLOCK": block, "BN": PANEL_ROWS, "COLUMNS": COLUMNS},
             aligned=("data", "scale", "out", "N", "K"),
         )
         for block in (128, 32)
@@ -844,7 +865,7 @@ def aot_cases() -> list[AotCase]:
                 "x": "*fp8e4nv", "x_stride": "i32", "x_scales": "*fp32", "x_scale_stride": "i32", "data": "*fp8e4nv", "scale": "*fp32",
                 "out": "*fp32" if split else "*bf16", "T": "i32", "N": "i32", "K": "i32", "group_rows": "i32", "split_columns": "i32",
             },
-            {"BN": TILE_ROWS, "BT": tokens, "COLUMNS": COLUMNS, "TILE": block, "ROW_BLOCK": block, "COLUMN_BLOCK": block}, num_warps=8,
+            {"BN": TILE_ROWS, "BT": tokens, "COLUMNS": COLUMNS, "BK": block, "ROW_BLOCK": block}, num_warps=8,
             num_stages=TiledConfig(tokens, 1, 512).num_stages, spill_reason="Blackwell: 14 registers of the widest tile" if tokens == 64 else None,
             aligned=("x", "x_stride", "x_scales", "data", "scale", "out", "N", "K", "group_rows", "split_columns"),
         )
@@ -870,22 +891,22 @@ def aot_cases() -> list[AotCase]:
 def _few_case(
     tokens: int, rows: int, columns: int, block: int | None, *, beside: int = 0, parts: int = 1, aligned_groups: bool = True
 ) -> AotCase:
-    config = few_config(tokens, [(rows, 2 if block is None else 1, columns), *[(2048, 2, columns)] * beside])
+    config = few_config(tokens, [(rows, columns, block), *[(2048, columns, None)] * beside])
     heights, chunks = (*config.rows, 16, 16), (*config.chunks, 1, 1)
     signature = {
-        "x": "*bf16", "x_stride": "i32", "input0": "*bf16", "input0_stride": "i32", "T": "i32", "columns": "i32", "token_tiles": "i32",
+        "x": "*bf16", "x_stride": "i32", "input0": "*bf16" if block is None else "*i32", "input0_stride": "i32", "scales0": "*fp32", "scales0_stride": "i32", "T": "i32", "columns": "i32", "token_tiles": "i32",
         "group_rows": "i32", "data0": "*bf16" if block is None else "*i32", "exponents0": "*i16", "out0": "*bf16", "N0": "i32", "K0": "i32",
         "tiles0": "i32", "data1": "*bf16", "out1": "*fp32", "N1": "i32", "K1": "i32", "tiles1": "i32", "data2": "*bf16", "out2": "*bf16",
         "N2": "i32", "K2": "i32",
     }  # fmt: skip
     constants: dict[str, object] = {
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "CHUNKS0": chunks[0], "CHUNKS1": chunks[1],
-        "CHUNKS2": chunks[2], "BK": block, "ROW_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % COLUMNS == 0,
-        "FULL": rows % heights[0] == 0, "ALIGNED": aligned_groups, "WARPS": config.warps,
+        "CHUNKS2": chunks[2], "TILE": block, "ROW_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % COLUMNS == 0,
+        "FULL": rows % heights[0] == 0, "WARPS": config.warps,
     }  # fmt: skip
-    absent = ["exponents0"] if block is None else []
+    absent = ["exponents0", "scales0"] if block is None else []
     absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
-    free = {*signature} - {*absent, "T", "token_tiles", "tiles0", "tiles1"}
+    free = {*signature} - {*absent, "T", "token_tiles", "tiles0", "tiles1", "scales0_stride"}
     return AotCase(
         f"few_tokens x{config.tokens} {rows} x {columns} block={block} beside={beside}", few_tokens_kernel, signature,
         constants | dict.fromkeys(absent), num_warps=config.warps, num_stages=1, aligned=tuple(sorted(free)),

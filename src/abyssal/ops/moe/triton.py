@@ -32,6 +32,7 @@ from abyssal.ops._records import (
     INTERPRETED,
     e2m1_values,
     e4m3_codes,
+    e4m3_tiles,
     e4m3_values,
     early,
     power_of_two,
@@ -44,7 +45,7 @@ from abyssal.ops._records import (
 )
 from abyssal.ops._streams import forked
 from abyssal.ops.linear import LinearWeight, dequantize
-from abyssal.ops.linear.triton import PreparedLinear, RoundedInput, linear, prepare_linear
+from abyssal.ops.linear.triton import PreparedLinear, QuantisedInput, linear, prepare_linear, takes_codes
 from abyssal.ops.moe import ExpertLayer
 
 CHUNK = tl.constexpr(128)  # values along K per step: one word of four scales per row
@@ -586,19 +587,23 @@ def moe_input(
 
 @triton.jit
 def moe_swiglu(
-    gate, up, gate_stride, up_stride, out, limit,
-    I: tl.constexpr, WIDTH: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+    gate, up, gate_stride, up_stride, out, scales, limit, I: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """The shared expert's hidden values bf16 [T, I] from bf16 w1 x and w3 x, on the grid of the second product's input."""
+    """The shared expert's hidden values [T, I] from bf16 w1 x and w3 x: bf16, or with TILE codes uint8 and scales fp32 [T, I / TILE]."""
     wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     kept = column < I
     g = to_fp32(tl.load(gate + token * gate_stride + column, mask=kept, other=0.0))
     u = to_fp32(tl.load(up + token * up_stride + column, mask=kept, other=0.0))
-    hidden = round_like(_swiglu(g, u, limit), True)
-    hidden = tl.reshape(rounded(tl.reshape(hidden, (1, WIDTH)), TILE, 1, WIDTH, quant), (WIDTH,))
-    tl.store(out + token * I + column, to_bf16(hidden), mask=kept)
+    hidden = _swiglu(g, u, limit)
+    if TILE is None:
+        tl.store(out + token * I + column, to_bf16(hidden), mask=kept)
+    else:
+        codes, exponent = e4m3_tiles(round_like(hidden, True), TILE, WIDTH)
+        tl.store(out + token * I + column, tl.reshape(codes, (WIDTH,)), mask=kept)
+        tile = tl.program_id(1) * (WIDTH // TILE) + tl.arange(0, WIDTH // TILE)
+        tl.store(scales + token * (I // TILE) + tile, power_of_two(exponent), mask=tile * TILE < I)
 
 
 @triton.jit(do_not_specialize=["choices", "blocks"])
@@ -946,17 +951,19 @@ def shared_expert(x: Tensor, experts: KernelExperts, batch_invariant: bool = Fal
     """The shared expert of all tokens: bf16 [T, D]."""
     gate, up = linear(x, experts.shared_in, batch_invariant=batch_invariant)
     tokens, inner = gate.shape
-    hidden = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
-    tile = experts.shared_out.groups[0].tile
-    width = max(tile or 1, min(1024, triton.next_power_of_2(inner)))
-    quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
+    hidden: Tensor | QuantisedInput = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
+    tile, out, scales, width = None, hidden, None, min(1024, triton.next_power_of_2(inner))
+    if takes_codes(tokens, experts.shared_out, batch_invariant=batch_invariant):
+        tile = experts.shared_out.groups[0].tile
+        assert tile is not None
+        hidden = QuantisedInput.empty(tokens, (inner,), tile, x.device)
+        out, scales, width = hidden.codes.view(torch.uint8), hidden.scales, max(tile, width)
     programs = tokens, triton.cdiv(inner, width)
     moe_swiglu[programs](
-        gate, up, gate.stride(0), up.stride(0), hidden, experts.limit, I=inner, WIDTH=width, quant=quant, TILE=tile or 1, num_warps=4,
+        gate, up, gate.stride(0), up.stride(0), out, scales, experts.limit, I=inner, WIDTH=width, TILE=tile, num_warps=4,
         **early(math.prod(programs), x),
     )  # fmt: skip
-    source = hidden if tile is None else RoundedInput(hidden, tile)
-    return linear(source, experts.shared_out, batch_invariant=batch_invariant)[0]
+    return linear(hidden, experts.shared_out, batch_invariant=batch_invariant)[0]
 
 
 def moe_total(routed: Routed, shared: Tensor | None, token_ids: Tensor | None, dim: int, early: bool) -> Tensor:
@@ -1129,7 +1136,15 @@ def _routing_cases(name: str, sizes: tuple[int, int, int, int | None], format: s
         cases.append(
             AotCase(f"moe_plan {name} {block}", moe_plan, plan, constants, num_warps=warps, aligned=("experts", "order"))
         )
-    swiglu = {"gate": "*bf16", "up": "*bf16", "gate_stride": "i32", "up_stride": "i32", "out": "*bf16", "limit": "fp32"}
+    swiglu = {
+        "gate": "*bf16",
+        "up": "*bf16",
+        "gate_stride": "i32",
+        "up_stride": "i32",
+        "out": "*u8",
+        "scales": "*fp32",
+        "limit": "fp32",
+    }
     total = {"outputs": "*bf16", "experts": "*i32", "shared": "*bf16", "token_ids": "*i64", "out": "*bf16", "first": "i32"}
     constants = {"E": experts, "N": dim, "D": dim, "CHOICES": 6, "WIDTH": 1024, "EARLY": True}
     return [
@@ -1138,7 +1153,7 @@ def _routing_cases(name: str, sizes: tuple[int, int, int, int | None], format: s
             f"moe_swiglu {name}",
             moe_swiglu,
             swiglu,
-            {"I": inner, "WIDTH": 1024, "quant": Grid(inner, "e4m3", tile or 1, "ue8m0"), "TILE": tile or 1, "EARLY": True},
+            {"I": inner, "WIDTH": 1024, "TILE": tile, "EARLY": True},
             aligned=("gate", "up", "out"),
         ),
         AotCase(f"moe_sum {name}", moe_sum, total, constants, aligned=("outputs", "shared", "out")),

@@ -45,7 +45,7 @@ def output_quant_kernel(
     HEADS: tl.constexpr, TOKENS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, quant: tl.constexpr, CODES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """CODES: e4m3 codes to `result` uint8 [T, H, D] and scales fp32 [H D / tile, T]; else values in result's type."""
+    """CODES: e4m3 codes to `result` uint8 [T, H, D] and scales fp32 [T, H D / tile]; else values in result's type."""
     head = tl.program_id(0) % HEADS
     last = tl.program_id(0) // HEADS * TOKENS + tl.arange(0, TOKENS)[:, None]
     token = tl.minimum(last, tokens - 1).to(tl.int64)  # beyond the last token it is done again
@@ -63,7 +63,7 @@ def output_quant_kernel(
         if CODES:
             tl.store(result + row * D + column, codes)
             tile = head * (D // quant.tile) + tl.arange(0, D // quant.tile)[None, :]
-            tl.store(scales + tile.to(tl.int64) * scales_stride + token, scale)
+            tl.store(scales + token * scales_stride + tile, scale)
         else:
             tiles = tl.reshape(e4m3_values(codes), (TOKENS, D // quant.tile, quant.tile)) * scale[:, :, None]
             store_like(result + row * D + column, tl.reshape(tiles, (TOKENS, D)))
