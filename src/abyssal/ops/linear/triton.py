@@ -129,7 +129,7 @@ def _exponents(scale: Tensor) -> Tensor | None:
 
 
 def panels(data: Tensor, width: int) -> Tensor:
-    """[N, K] with the 16 rows of `width` columns that a warp loads together side by side in memory; full width stays in rows."""
+    """[N, K] with 16 rows of `width` columns, a product's operand, side by side in memory; full width stays in rows."""
     if width == COLUMNS:
         return data
     rows, columns = data.shape
@@ -524,7 +524,7 @@ def few_tokens_kernel(
     CHUNKS2: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr,
     PARTS2: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Up to three groups of weights of one input; only the first may have scales, or an input of its own, quantised or rounded to its tiles' grid.
+    """Up to three groups of weights of one input; only the first may have scales, or an input of its own: quantised, or rounded.
 
     The token tiles of the same rows run side by side, so that the weights come from memory once.
     """
@@ -568,7 +568,7 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
     quantised = _codes(x, first.tile) if first.block is not None and first.tile is not None else None
     source = _values(x, first.tile) if quantised is None else quantised.codes.flatten(1).view(torch.int32)
     scales = None if quantised is None else quantised.scales
-    config = config or few_config(tokens, [(*group.data.shape, group.block and group.tile) for group in groups])
+    config = config or few_config(tokens, [(len(group.data), columns, group.block and group.tile) for group in groups])
     group_rows = len(first.data) // num_groups
     assert num_groups == 1 or group_rows % 16 == 0, f"groups of {group_rows} rows, not of a multiple of 16"
     tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
