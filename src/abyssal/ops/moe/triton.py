@@ -128,13 +128,12 @@ def _scale_bytes(weight: LinearWeight) -> Tensor | None:
 class KernelExperts:
     """`ExpertLayer` as the kernels read it."""
 
-    of_x: PreparedLinear  # the shared expert's w1 and w3, and the gate
-    gate: PreparedLinear  # the same, of `of_x`
+    gate: PreparedLinear
     bias: Tensor | None  # fp32 [E]
     tid2eid: Tensor | None  # int32 [V, k]
     w13: KernelWeight
     w2: KernelWeight
-    shared_in: PreparedLinear  # w1 and w3, of `of_x`
+    shared_in: PreparedLinear  # w1 and w3
     shared_out: PreparedLinear
     arrivals: Tensor  # int32 [PLANLESS_CHOICES, tiles of w2's input], zero between launches
     num_experts: int
@@ -148,16 +147,13 @@ def prepare_experts(layer: ExpertLayer) -> KernelExperts:
     """The weights of an expert layer; FP4 and FP8 data of released sizes is shared, not copied."""
     w2 = prepare_weight(layer.w2)
     tiles = 1 if w2.tile is None else w2.shape[2] // w2.tile
-    of_x = prepare_linear([layer.shared_w1, layer.shared_w3, layer.gate])
-    *shared, (gate, _) = of_x.places
     return KernelExperts(
-        of_x,
-        PreparedLinear((of_x.groups[gate],), ((0, 0),)),
+        prepare_linear([layer.gate]),
         layer.bias,
         None if layer.tid2eid is None else layer.tid2eid.int(),
         prepare_weight(layer.w13, 2),
         w2,
-        PreparedLinear(of_x.groups[:gate], tuple(shared)),
+        prepare_linear([layer.shared_w1, layer.shared_w3]),
         prepare_linear([layer.shared_w2]),
         torch.zeros(PLANLESS_CHOICES, tiles, dtype=torch.int32, device=w2.data.device),
         layer.gate.shape[0],
@@ -951,12 +947,16 @@ def moe(
     if len(x) == 0:
         return torch.empty_like(x)
     config = config or moe_config(len(x) * experts.k, experts.w13.shape[0], batch_invariant)
-    gate, up, logits = linear(x, experts.of_x, batch_invariant=batch_invariant)
+    if beside is None:
+        shared = shared_expert(x, experts, batch_invariant)
+        routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
+        return moe_total(routed, shared, token_ids, x.shape[1], early=x.is_cuda)
+    choice = route(x, token_ids, experts, config, batch_invariant)  # a short chain, which nothing may hold up
     with forked(beside) as join:
-        shared = _shared_of(gate, up, experts, batch_invariant)
-    routed = routed_experts(_chosen(logits, x, token_ids, experts, config), experts, config)
+        shared = shared_expert(x, experts, batch_invariant)
+    routed = routed_experts(choice, experts, config)
     join()
-    return moe_total(routed, shared, token_ids, x.shape[1], early=x.is_cuda and beside is None)  # else it follows two kernels
+    return moe_total(routed, shared, token_ids, x.shape[1], early=False)  # it follows two kernels
 
 
 def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
@@ -970,12 +970,8 @@ def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
 
 def route(x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfig, batch_invariant: bool = False) -> Choice:
     """Choose experts, and round the input to the grid of the experts' first product."""
-    (logits,) = linear(x, experts.gate, batch_invariant=batch_invariant)
-    return _chosen(logits, x, token_ids, experts, config)
-
-
-def _chosen(logits: Tensor, x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfig) -> Choice:
     tokens, dim = x.shape
+    (logits,) = linear(x, experts.gate, batch_invariant=batch_invariant)
     chosen = torch.empty(tokens, experts.k, dtype=torch.int32, device=x.device)
     weights = torch.empty(tokens, experts.k, dtype=torch.float32, device=x.device)
     inputs = torch.empty(tokens, experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
@@ -1055,22 +1051,18 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
 def shared_expert(x: Tensor, experts: KernelExperts, batch_invariant: bool = False) -> Tensor:
     """The shared expert of all tokens: bf16 [T, D]."""
     gate, up = linear(x, experts.shared_in, batch_invariant=batch_invariant)
-    return _shared_of(gate, up, experts, batch_invariant)
-
-
-def _shared_of(gate: Tensor, up: Tensor, experts: KernelExperts, batch_invariant: bool) -> Tensor:
     tokens, inner = gate.shape
-    hidden: Tensor | QuantisedInput = torch.empty(tokens, inner, dtype=torch.bfloat16, device=gate.device)
+    hidden: Tensor | QuantisedInput = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
     tile, out, scales, width = None, hidden, None, min(1024, triton.next_power_of_2(inner))
     if takes_codes(tokens, experts.shared_out, batch_invariant=batch_invariant):
         tile = experts.shared_out.groups[0].tile
         assert tile is not None
-        hidden = QuantisedInput.empty(tokens, (inner,), tile, gate.device)
+        hidden = QuantisedInput.empty(tokens, (inner,), tile, x.device)
         out, scales, width = hidden.codes.view(torch.uint8), hidden.scales, max(tile, width)
     programs = tokens, triton.cdiv(inner, width)
     moe_swiglu[programs](
         gate, up, gate.stride(0), up.stride(0), out, scales, experts.limit, I=inner, WIDTH=width, TILE=tile, num_warps=4,
-        **early(math.prod(programs), gate),
+        **early(math.prod(programs), x),
     )  # fmt: skip
     return linear(hidden, experts.shared_out, batch_invariant=batch_invariant)[0]
 
