@@ -184,7 +184,7 @@ def scaled(x: Tensor, group: kernels.Group) -> Tensor:
 
 def sweep(table: Table) -> None:
     """Tiles of the few-token kernel, then the routes at the tokens where they may cross."""
-    tiles = {1: ((8, 16, 2, 4), (8, 16, 2, 8), (8, 16, 1, 8), (8, 32, 1, 8))}
+    tiles = {1: ((8, 16, 2), (8, 16, 1), (8, 32, 1), (8, 32, 2))}
     parts = {64: ((64, 1, 4), (64, 2, 4), (64, 4, 4), (64, 8, 4), (64, 4, 3), (32, 4, 5))}
     for model, name in (("v4-flash", "wo_b"), ("v4.1-flash", "wo_b")):
         block, listed = MODELS[model]
@@ -192,10 +192,10 @@ def sweep(table: Table) -> None:
         groups = [kernels.prepare_linear(weights_of(product, block)).groups[0] for _ in range(copies(product.nbytes(0)))]
         for count, sizes in tiles.items():
             x = torch.randn(count, product.columns, device=DEVICE).bfloat16()
-            for tokens, rows, chunks, warps in sizes:
-                config = kernels.FewConfig(tokens, (rows,), (chunks,), warps)
+            for tokens, rows, chunks in sizes:
+                config = kernels.FewConfig(tokens, (rows,), (chunks,))
                 table.time(
-                    model, name, count, f"{tokens}x{rows}.{chunks}w{warps}", product.roof_us(count),
+                    model, name, count, f"{tokens}x{rows}.{chunks}", product.roof_us(count),
                     lambda x, group, config=config: kernels.few_tokens(x, [group], config=config), [(x, one) for one in groups],
                 )  # fmt: skip
         for count, choices in parts.items():

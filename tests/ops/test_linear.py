@@ -495,9 +495,9 @@ def test_routes_follow_from_shapes():
     assert routes(wide) == routes(narrow) == routes(wide, 2) == ["few", "few", "tiled", "tiled", "library"]
     assert routes(wide, 4) == ["few"] * 4 + ["library"]
     assert routes(short) == routes(plain) == ["few", "few", *["library"] * 3]
-    assert kernels.few_config(1, [(32768, 1024, 128)]) == kernels.FewConfig(8, (32,), (1,), 4)
-    assert kernels.few_config(8, [(1536, 4096, 128), (64, 4096, None)]) == kernels.FewConfig(8, (16, 16), (2, 1), 8)
-    assert "tokens=32" in str(kernels.few_config(300, [(1536, 4096, 128), (64, 4096, None)]))
+    assert kernels.few_config(1, [(32768, 128)]) == kernels.FewConfig(8, (32,), (1,))
+    assert kernels.few_config(8, [(1536, 128), (64, None)]) == kernels.FewConfig(8, (16, 16), (2, 1))
+    assert "tokens=32" in str(kernels.few_config(300, [(1536, 128), (64, None)]))
     assert kernels.tiled_config(64, 4096, 8192) == kernels.TiledConfig(64, 4, 2048)
     assert kernels.tiled_config(20, 32768, 1024) == kernels.TiledConfig(32, 1, 1024)
     assert kernels.tiled_config(64, 1536, 4096) == kernels.TiledConfig(64, 8, 512)

@@ -35,6 +35,7 @@ from abyssal.ops._records import (
 )
 from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 
+WARPS = 4  # each sums every fourth 128 columns
 COLUMNS = 128  # that a warp takes at a time
 PANEL_ROWS = 16
 BLOCKS = (32, 64, 128)  # widths of weight blocks and of input tiles
@@ -162,7 +163,7 @@ class QuantisedInput:
     """An input as e4m3 codes and the scales of their tiles."""
 
     codes: Tensor  # e4m3 [T, K]; in groups [T, G, K]
-    scales: Tensor  # fp32 [T, G K / tile]
+    scales: Tensor  # fp32 [T, G K / tile], in memory as the product with so many tokens reads them fastest
     tile: int
 
     def __len__(self) -> int:
@@ -177,16 +178,18 @@ class QuantisedInput:
     def empty(cls, tokens: int, shape: tuple[int, ...], tile: int, device: torch.device) -> QuantisedInput:
         """Room for codes of `shape` per token."""
         codes = torch.empty(tokens, *shape, dtype=torch.float8_e4m3fn, device=device)
-        scales = torch.empty(tokens, math.prod(shape[:-1]) * -(-shape[-1] // tile), dtype=torch.float32, device=device)
-        return cls(codes, scales, tile)
+        sizes = tokens, math.prod(shape[:-1]) * -(-shape[-1] // tile)
+        if tokens <= FEW_TOKENS:
+            return cls(codes, torch.empty(sizes, dtype=torch.float32, device=device), tile)
+        return cls(codes, torch.empty(sizes[::-1], dtype=torch.float32, device=device).t(), tile)
 
 
 Input = Tensor | QuantisedInput
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride", "tiles_stride"])
 def quantise_kernel(
-    x, x_stride, out, scales, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr
+    x, x_stride, out, scales, scales_stride, tiles_stride, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Token t, WIDTH columns per program. CODES: codes uint8 and scales fp32 [T, K / TILE], else the rounded values."""
     wait_for_inputs(EARLY)
@@ -198,7 +201,8 @@ def quantise_kernel(
     if CODES:
         tl.store(place, tl.reshape(codes, (WIDTH,)), mask=column < K)
         tile = tl.program_id(1) * (WIDTH // TILE) + tl.arange(0, WIDTH // TILE)
-        tl.store(scales + token.to(tl.int64) * tl.cdiv(K, TILE) + tile, power_of_two(exponent), mask=tile * TILE < K)
+        place = scales + token.to(tl.int64) * scales_stride + tile * tiles_stride
+        tl.store(place, power_of_two(exponent), mask=tile * TILE < K)
     else:
         values = e4m3_values(codes) * power_of_two(exponent)[:, None]
         store_like(place, tl.reshape(values, (WIDTH,)), mask=column < K)
@@ -226,7 +230,7 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
     if len(x) == 0:
         return
     quantise_kernel[len(x), triton.cdiv(x.shape[1], WIDTH)](
-        x, x.stride(0), out, scales, x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None,
+        x, x.stride(0), out, scales, *((0, 0) if scales is None else scales.stride()), x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None,
         num_warps=1, **early(len(x) * triton.cdiv(x.shape[1], WIDTH), x),
     )  # fmt: skip
 
@@ -236,25 +240,24 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
 
 @dataclass(frozen=True, slots=True)
 class FewConfig:
-    """Sizes of one launch. A sum depends on `warps` alone, and these on the columns: each warp adds up every `warps`-th 128 columns."""
+    """Sizes of one launch. None changes a sum: each output is one chain of products per warp, then the sum over the warps."""
 
     tokens: int  # of a program
     rows: tuple[int, ...]  # of a program, per group
     chunks: tuple[int, ...]  # of 128 columns of a warp whose loads are in flight together, per group
-    warps: int
 
 
-def few_config(tokens: int, groups: Sequence[tuple[int, int, int | None]]) -> FewConfig:
+def few_config(tokens: int, groups: Sequence[tuple[int, int | None]]) -> FewConfig:
     """
     Args:
-        groups: rows and columns of each group, and the tile of e4m3 weights.
+        groups: rows of each group, and the tile of e4m3 weights.
     """
     per_program = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
-    rows = tuple(32 if tile == 128 and n >= 256 * PROGRAMS else 16 for n, _, tile in groups)
+    rows = tuple(32 if tile == 128 and n >= 256 * PROGRAMS else 16 for n, tile in groups)
     chunks = tuple(
-        2 if tile == 128 and height == 16 and per_program == 8 else 1 for height, (_, _, tile) in zip(rows, groups, strict=True)
+        2 if tile == 128 and height == 16 and per_program == 8 else 1 for height, (_, tile) in zip(rows, groups, strict=True)
     )
-    return FewConfig(per_program, rows, chunks, 4 if groups[0][1] <= 2048 else 8)
+    return FewConfig(per_program, rows, chunks)
 
 
 HALVES_ASM = tl.constexpr("""
@@ -567,8 +570,8 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
         return outs
     quantised = _codes(x, first.tile) if first.block is not None and first.tile is not None else None
     source = _values(x, first.tile) if quantised is None else quantised.codes.flatten(1).view(torch.int32)
-    scales = None if quantised is None else quantised.scales
-    config = config or few_config(tokens, [(len(group.data), columns, group.block and group.tile) for group in groups])
+    scales = None if quantised is None else quantised.scales.contiguous()
+    config = config or few_config(tokens, [(len(group.data), group.block and group.tile) for group in groups])
     group_rows = len(first.data) // num_groups
     assert num_groups == 1 or group_rows % 16 == 0, f"groups of {group_rows} rows, not of a multiple of 16"
     tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
@@ -589,7 +592,7 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
         TILE=None if first.block is None else first.tile, ROW_BLOCK=first.block and first.block[0],
         PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % COLUMNS == 0,
         FULL=all(n % height == 0 for n, height in zip(heights, config.rows, strict=True)),
-        WARPS=config.warps, num_warps=config.warps, num_stages=1, launch_pdl=starts_early(programs, plain),
+        WARPS=WARPS, num_warps=WARPS, num_stages=1, launch_pdl=starts_early(programs, plain),
     )  # fmt: skip
     return outs
 
@@ -627,9 +630,9 @@ def _halves(codes):
         return codes.to(tl.float16)
 
 
-@triton.jit(do_not_specialize=["T", "x_scale_stride"])
+@triton.jit(do_not_specialize=["T", "x_tile_stride"])
 def tiled_kernel(
-    x, x_stride, x_scales, x_scale_stride, data, scale, out, T, N, K, group_rows, split_columns,
+    x, x_stride, x_scales, x_scale_stride, x_tile_stride, data, scale, out, T, N, K, group_rows, split_columns,
     BN: tl.constexpr, BT: tl.constexpr, COLUMNS: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (n, t, s): BN rows of an FP8 weight for BT tokens over part s of K, into out [S, T, N]; a row tile lies in one group."""
@@ -647,8 +650,8 @@ def tiled_kernel(
     STRIDE: tl.constexpr = 1 if BK == COLUMNS else 16  # of a column of the weight, where a panel's rows lie side by side
     first = tl.program_id(2) * split_columns
     w_scales = scale + (n0 // ROW_BLOCK if ROW_BLOCK % BN == 0 else n // ROW_BLOCK) * (K // BK)
-    x_scales += group * (K // BK) + t * x_scale_stride
-    x_scale = tl.load(x_scales + first // BK)
+    x_scales += group * (K // BK) * x_tile_stride + t * x_scale_stride
+    x_scale = tl.load(x_scales + first // BK * x_tile_stride)
     w_scale = tl.load(w_scales + first // BK)
     acc = tl.zeros((BN, BT), tl.float32)
     for k0 in range(first, tl.minimum(first + split_columns, K), COLUMNS):
@@ -657,7 +660,7 @@ def tiled_kernel(
             w = tl.load(w_pointer + here * STRIDE)
             codes = tl.load(x_pointer + here)
             later = tl.minimum(here + BK, K - BK)  # scales are loaded one product ahead
-            x_ahead = tl.load(x_scales + later // BK)
+            x_ahead = tl.load(x_scales + later // BK * x_tile_stride)
             w_ahead = tl.load(w_scales + later // BK)
             product = tl.dot(_halves(w), _halves(codes))
             if ROW_BLOCK % BN == 0:
@@ -695,7 +698,7 @@ def tiled(x: QuantisedInput, group: Group, *, num_groups: int = 1, config: Tiled
     config = config or tiled_config(tokens, rows, columns)
     parts = out if config.splits == 1 else torch.empty(config.splits, tokens, rows, dtype=torch.float32, device=codes.device)
     tiled_kernel[triton.cdiv(rows, TILE_ROWS), triton.cdiv(tokens, config.tokens), config.splits](
-        codes, codes.stride(0), x.scales, x.scales.stride(0), group.data, group.scale, parts, tokens, rows, columns, group_rows,
+        codes, codes.stride(0), x.scales, *x.scales.stride(), group.data, group.scale, parts, tokens, rows, columns, group_rows,
         config.columns, BN=TILE_ROWS, BT=config.tokens, COLUMNS=COLUMNS, BK=group.tile, ROW_BLOCK=group.block[0],
         num_warps=8, num_stages=config.num_stages,
     )  # fmt: skip
@@ -844,7 +847,7 @@ def aot_cases() -> list[AotCase]:
     cases = [
         AotCase(
             f"quantise tile={tile} codes={codes}", quantise_kernel,
-            {"x": "*bf16", "x_stride": "i32", "out": "*u8" if codes else "*bf16", "scales": "*fp32", "K": "i32"},
+            {"x": "*bf16", "x_stride": "i32", "out": "*u8" if codes else "*bf16", "scales": "*fp32", "scales_stride": "i32", "tiles_stride": "i32", "K": "i32"},
             {"TILE": tile, "WIDTH": WIDTH, "CODES": codes, "EARLY": True} | ({} if codes else {"scales": None}), num_warps=1,
             aligned=("x", "x_stride", "out", "K"),
         )
@@ -862,7 +865,7 @@ def aot_cases() -> list[AotCase]:
         AotCase(
             f"tiled x{tokens} block={block} {'parts' if split else 'whole'}", tiled_kernel,
             {
-                "x": "*fp8e4nv", "x_stride": "i32", "x_scales": "*fp32", "x_scale_stride": "i32", "data": "*fp8e4nv", "scale": "*fp32",
+                "x": "*fp8e4nv", "x_stride": "i32", "x_scales": "*fp32", "x_scale_stride": "i32", "x_tile_stride": "i32", "data": "*fp8e4nv", "scale": "*fp32",
                 "out": "*fp32" if split else "*bf16", "T": "i32", "N": "i32", "K": "i32", "group_rows": "i32", "split_columns": "i32",
             },
             {"BN": TILE_ROWS, "BT": tokens, "COLUMNS": COLUMNS, "BK": block, "ROW_BLOCK": block}, num_warps=8,
@@ -891,7 +894,7 @@ def aot_cases() -> list[AotCase]:
 def _few_case(
     tokens: int, rows: int, columns: int, block: int | None, *, beside: int = 0, parts: int = 1, aligned_groups: bool = True
 ) -> AotCase:
-    config = few_config(tokens, [(rows, columns, block), *[(2048, columns, None)] * beside])
+    config = few_config(tokens, [(rows, block), *[(2048, None)] * beside])
     heights, chunks = (*config.rows, 16, 16), (*config.chunks, 1, 1)
     signature = {
         "x": "*bf16", "x_stride": "i32", "input0": "*bf16" if block is None else "*i32", "input0_stride": "i32", "scales0": "*fp32", "scales0_stride": "i32", "T": "i32", "columns": "i32", "token_tiles": "i32",
@@ -902,12 +905,12 @@ def _few_case(
     constants: dict[str, object] = {
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "CHUNKS0": chunks[0], "CHUNKS1": chunks[1],
         "CHUNKS2": chunks[2], "TILE": block, "ROW_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % COLUMNS == 0,
-        "FULL": rows % heights[0] == 0, "WARPS": config.warps,
+        "FULL": rows % heights[0] == 0, "WARPS": WARPS,
     }  # fmt: skip
     absent = ["exponents0", "scales0"] if block is None else []
     absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
     free = {*signature} - {*absent, "T", "token_tiles", "tiles0", "tiles1", "scales0_stride"}
     return AotCase(
         f"few_tokens x{config.tokens} {rows} x {columns} block={block} beside={beside}", few_tokens_kernel, signature,
-        constants | dict.fromkeys(absent), num_warps=config.warps, num_stages=1, aligned=tuple(sorted(free)),
+        constants | dict.fromkeys(absent), num_warps=WARPS, num_stages=1, aligned=tuple(sorted(free)),
     )  # fmt: skip

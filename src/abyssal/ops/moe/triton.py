@@ -675,9 +675,10 @@ def moe_input(
     _store_input(x, inputs, tl.program_id(0).to(tl.int64), tl.program_id(1), D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride", "tiles_stride"])
 def moe_swiglu(
-    gate, up, gate_stride, up_stride, out, scales, limit, I: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr
+    gate, up, gate_stride, up_stride, out, scales, scales_stride, tiles_stride, limit,
+    I: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The shared expert's hidden values [T, I] from bf16 w1 x and w3 x: bf16, or with TILE codes uint8 and scales fp32 [T, I / TILE]."""
     wait_for_inputs(EARLY)
@@ -693,7 +694,7 @@ def moe_swiglu(
         codes, exponent = e4m3_tiles(round_like(hidden, True), TILE, WIDTH)
         tl.store(out + token * I + column, tl.reshape(codes, (WIDTH,)), mask=kept)
         tile = tl.program_id(1) * (WIDTH // TILE) + tl.arange(0, WIDTH // TILE)
-        tl.store(scales + token * (I // TILE) + tile, power_of_two(exponent), mask=tile * TILE < I)
+        tl.store(scales + token * scales_stride + tile * tiles_stride, power_of_two(exponent), mask=tile * TILE < I)
 
 
 @triton.jit(do_not_specialize=["choices", "blocks"])
@@ -1061,7 +1062,7 @@ def shared_expert(x: Tensor, experts: KernelExperts, batch_invariant: bool = Fal
         out, scales, width = hidden.codes.view(torch.uint8), hidden.scales, max(tile, width)
     programs = tokens, triton.cdiv(inner, width)
     moe_swiglu[programs](
-        gate, up, gate.stride(0), up.stride(0), out, scales, experts.limit, I=inner, WIDTH=width, TILE=tile, num_warps=4,
+        gate, up, gate.stride(0), up.stride(0), out, scales, *((0, 0) if scales is None else scales.stride()), experts.limit, I=inner, WIDTH=width, TILE=tile, num_warps=4,
         **early(math.prod(programs), x),
     )  # fmt: skip
     return linear(hidden, experts.shared_out, batch_invariant=batch_invariant)[0]
@@ -1246,6 +1247,8 @@ def _routing_cases(name: str, sizes: tuple[int, int, int, int | None], format: s
         "up_stride": "i32",
         "out": "*u8",
         "scales": "*fp32",
+        "scales_stride": "i32",
+        "tiles_stride": "i32",
         "limit": "fp32",
     }
     total = {"outputs": "*bf16", "experts": "*i32", "shared": "*bf16", "token_ids": "*i64", "out": "*bf16", "first": "i32"}
