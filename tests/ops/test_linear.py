@@ -294,17 +294,17 @@ def product(x: torch.Tensor, *weights: LinearWeight | torch.Tensor, **options: b
     return kernels.linear(x, kernels.prepare_linear(weights), **options)
 
 
-@pytest.mark.parametrize("count", [2, 17])
+@pytest.mark.parametrize("count", [2, 9])
 @pytest.mark.parametrize(
     "weight",
     [
         lambda: fp8_weight(48, 128, 128),
-        lambda: fp8_weight(48, 640, 128, seed=1),  # a step and a quarter
+        lambda: fp8_weight(16, 640, 128, seed=1),  # a step and a quarter
         lambda: fp8_weight(24, 128, 128, seed=2),  # rows that do not fill a tile
         lambda: fp8_weight(24, 64, 128, seed=2),  # narrower than a block: as bf16
         lambda: fp8_weight(64, 256, 128, seed=3, fp32_scales=True),  # no powers of two: as bf16
-        lambda: fp8_weight(64, 256, 32, seed=4),
-        lambda: fp8_weight(48, 640, 64, seed=5),
+        lambda: fp8_weight(32, 256, 32, seed=4),
+        lambda: fp8_weight(16, 640, 64, seed=5),
         lambda: fp8_weight(48, 160, 32, seed=5),
         lambda: fp8_weight(32, 256, 128, seed=6, tile=32),
         lambda: fp8_weight(32, 256, 32, seed=7, tile=128),
@@ -344,7 +344,7 @@ def test_several_weights_of_one_input():
     ]  # fmt: skip
     prepared = kernels.prepare_linear(weights)
     assert sorted(group.rows for group in prepared.groups) == [(8,), (8,), (24, 16), (40,), (64,), (128, 48)]
-    for count in (2, 9):
+    for count in (2, 9) if DEVICE == "cuda" else (9,):
         x = tokens_of(count, 256)
         for weight, got in zip(weights, kernels.linear(x, prepared), strict=True):
             assert got.stride(1) == 1
@@ -364,11 +364,11 @@ def test_codes_serve_weights_of_any_tile():
 
 
 def test_weights_join_only_where_no_block_lies_over_the_seam():
-    prepared = kernels.prepare_linear([fp8_weight(48, 128, 128), fp8_weight(128, 128, 128, seed=1)])
-    assert [group.rows for group in prepared.groups] == [(48,), (128,)]
+    prepared = kernels.prepare_linear([fp8_weight(48, 128, 32), fp8_weight(32, 128, 32, seed=1)])
+    assert [group.rows for group in prepared.groups] == [(48,), (32,)]
     x = tokens_of(2, 128)
     for seed, got in enumerate(kernels.linear(x, prepared)):
-        assert_product(got, x, fp8_weight((48, 128)[seed], 128, 128, seed=seed))
+        assert_product(got, x, fp8_weight((48, 32)[seed], 128, 32, seed=seed))
 
 
 @pytest.mark.gpu
@@ -515,9 +515,9 @@ RELEASED = [
 @pytest.mark.parametrize("block", [128, 32])
 def test_many_tokens_are_bit_equal_in_any_batch(block: int):
     """With fewer others, and on a GPU in another order; FP8, plain and fp32 weights of one input."""
-    prepared = kernels.prepare_linear([fp8_weight(32, 256, block), plain_weight(16, 256), fp32_weight(16, 256)])
-    count, fewer = (300, 1) if DEVICE == "cuda" else (40, 33)  # the interpreter's products depend on a row's place in a tile
-    x = tokens_of(count, 256)
+    prepared = kernels.prepare_linear([fp8_weight(16, 128, block), plain_weight(16, 128), fp32_weight(16, 128)])
+    count, fewer = (300, 1) if DEVICE == "cuda" else (33, 17)  # the interpreter's products depend on a row's place in a tile
+    x = tokens_of(count, 128)
     together = kernels.linear(x, prepared, batch_invariant=True)
     order = (torch.randperm(count) if DEVICE == "cuda" else torch.arange(count)).to(DEVICE)
     for rows in (order, order[:fewer]):
