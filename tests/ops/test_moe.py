@@ -423,7 +423,7 @@ def test_bad_input_is_named() -> None:
 
 def test_few_choices_need_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without one the same bits, twice: the last program of a tile leaves its counter as it was."""
-    layer = kernels.prepare_experts(random_layer(128, 128, 4, 2, "fp4", 128, hashed=True))
+    layer = kernels.prepare_experts(random_layer(128, 128, 4, 2, "fp4", 128, "plain", hashed=True))
     x, _ = random_input(3, 128)
     # Experts of their own: in one block, the interpreter gives a second token other bits.
     ids = torch.tensor([0, -1, 2], device=DEVICE)

@@ -10,7 +10,7 @@ consecutive bytes of a row, one group of 32 FP4 values; as a sum over K may be t
 lie in the lanes. Activations are stored in the order in which the unpacked values leave (`place`). Many tokens: tiles go through shared
 memory.
 
-A token's sum over K has one order within each of the two kernels, whatever else is in the batch.
+A token's sum over K has one order within each of the two kernels, and number of warps that share it, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def moe_config(choices: int, experts: int, batch_invariant: bool = False) -> Moe
     """By the mean number of tokens per expert. Only the kernel decides the bits of a token, so invariance means the one for few tokens.
 
     Measured on an H200 with 256 experts: blocks of 8 tokens, 32 rows of weights per program reach 84 % of the memory's roof at 32 and 64
-    tokens, 16 rows are better at 1; from 128 tokens on blocks of 16 through shared memory, at 4,096 blocks of 128.
+    tokens, 16 rows by two warps are better at 1; from 128 tokens on blocks of 16 through shared memory, at 4,096 blocks of 128.
     """
     mean = choices / experts
     if mean <= 2 or batch_invariant:
@@ -1176,6 +1176,7 @@ def _product_cases(
     name: str, sizes: tuple[int, int, int, int | None], format: str, config: ProductConfig, archs: tuple[int, ...]
 ) -> list[AotCase]:
     dim, inner, experts, tile = sizes
+    config = _fitting(config, math.gcd(dim, inner), format)
     constants = {
         "E": experts,
         "TOKENS": config.block_tokens, "ROWS": config.block_rows, "CHUNKS": config.chunks, "WARPS": config.warps, "SPLIT": config.split, "FORMAT": format,
