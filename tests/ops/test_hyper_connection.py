@@ -47,6 +47,29 @@ def test_sinkhorn_rows(tokens, spread):
         torch.testing.assert_close(got[t].double(), sinkhorn_slow(c[t], 20), rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, hc.FEW_TOKENS, hc.FEW_TOKENS + 1])
+@pytest.mark.parametrize("spread", [0.1, 30.0, 1e4])
+def test_coefficients_of_few_and_many_tokens(tokens, spread):
+    raw = torch.randn(tokens, 24, generator=torch.Generator().manual_seed(tokens)) * spread
+    pre, post, comb = hc.coefficients(raw, 4, 20, EPS)
+    assert (pre.shape, post.shape, comb.shape) == ((tokens, 4), (tokens, 4), (tokens, 4, 4))
+    error = 1e-7 if tokens <= hc.FEW_TOKENS else 2e-5  # few are computed in fp64 and rounded once
+    for t in range(tokens):
+        exact = raw[t].double()
+        torch.testing.assert_close(pre[t].double(), exact[:4].sigmoid() + EPS, rtol=error, atol=1e-15)
+        torch.testing.assert_close(post[t].double(), 2 * exact[4:8].sigmoid(), rtol=error, atol=1e-15)
+        torch.testing.assert_close(comb[t].double(), sinkhorn_slow(exact[8:].view(4, 4), 20), rtol=error, atol=1e-15)
+
+
+def test_not_a_number_stays_with_its_token():
+    raw = torch.zeros(hc.FEW_TOKENS, 24)
+    raw[1] = torch.nan
+    pre, post, comb = hc.coefficients(raw, 4, 20, EPS)
+    for part in (pre, post, comb.flatten(1)):
+        assert part[1].isnan().all()
+        assert part[[0, 2]].isfinite().all()
+
+
 def test_whole_site_and_direction_of_comb():
     torch.manual_seed(1)
     tokens, streams, hidden = 5, 4, 24
