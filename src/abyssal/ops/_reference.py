@@ -23,7 +23,7 @@ from abyssal.ops.decode_facts import Plan, decode_facts
 from abyssal.ops.engram import engram
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
-from abyssal.ops.linear import LinearWeight, laid_out, linear, linear_grouped
+from abyssal.ops.linear import LinearWeight, WeightMemory, linear, linear_grouped
 from abyssal.ops.moe import ExpertLayer, choice_outputs, choice_sum, experts_of_projected, moe, route, shared_expert
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.output_quant import output_quant
@@ -55,6 +55,9 @@ class ReferenceExperts:
 class ReferenceOps:
     as_lists = False
     batch_invariant = False
+
+    def __init__(self) -> None:
+        self._memory = WeightMemory()
 
     def beside(self, tokens: int) -> AbstractContextManager[Callable[[], None]]:
         return nullcontext(lambda: None)
@@ -146,8 +149,9 @@ class ReferenceOps:
         sizes = [weight.shape[0] for weight in weights]
         matrices = [w if isinstance(w, Tensor) else w.data for w in weights if isinstance(w, Tensor) or w.format == "plain"]
         if len(matrices) == len(weights) > 1 and all(m.dtype == torch.float32 for m in matrices):
-            return _Projections((laid_out(torch.cat(matrices)),), sizes)
-        return _Projections(tuple(laid_out(w) if isinstance(w, Tensor) else w.laid_out() for w in weights), sizes)
+            return _Projections((self._memory.laid_out(torch.cat(matrices)),), sizes)
+        memory = self._memory
+        return _Projections(tuple(memory.laid_out(w) if isinstance(w, Tensor) else w.laid_out(memory) for w in weights), sizes)
 
     def linear(self, x: Any, prepared: _Projections) -> Sequence[Tensor]:
         out = [F.linear(x.float(), w) if isinstance(w, Tensor) else linear(x, w) for w in prepared.weights]
@@ -198,7 +202,7 @@ class ReferenceOps:
     def prepare_experts(self, layer: ExpertLayer) -> ReferenceExperts:
         of_x = self.prepare_linear(layer.gate, layer.shared_w1, layer.shared_w3)
         names = "w13", "w2", "shared_w1", "shared_w3", "shared_w2"
-        return ReferenceExperts(replace(layer, **{name: getattr(layer, name).laid_out() for name in names}), of_x)
+        return ReferenceExperts(replace(layer, **{name: getattr(layer, name).laid_out(self._memory) for name in names}), of_x)
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: ReferenceExperts) -> Tensor:
         logits, gate, up = self.linear(x, experts.of_x)
