@@ -135,7 +135,7 @@ class Batch:
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    logit_rows: Tensor  # [R] int64, tokens whose logits are wanted
+    logit_rows: Tensor  # [R] int64, tokens whose logits are wanted, ascending
     rope: dict[str, Tensor]  # "main" and "compress" -> [T, rope_dim / 2] complex64
     groups: list[QueryGroup]  # the reference's view of the queries; empty where `lists` is given
     lists: QueryLists | None  # the kernels' view

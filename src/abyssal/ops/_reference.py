@@ -167,7 +167,7 @@ class ReferenceOps:
         return tuple(rms_norm(x, weight, eps) for x, weight in pairs)
 
     def mix_weights(self, weights: hc.MixWeights) -> hc.MixWeights:
-        return weights
+        return replace(weights, fn=self._memory.laid_out(weights.fn))
 
     def site(
         self,
