@@ -133,12 +133,13 @@ class ReferenceOps:
         window, records = cache.views["window"], cache.views.get(f"c{plan.ratio}")
         out = []
         for group, indices in zip(batch.groups, chosen, strict=True):  # in the order of their tokens
-            slots, hidden = group.window_slots[plan.layer], group.window_hidden
+            slots, hidden = group.window_slots[plan.layer], None if group.sees_all else group.window_hidden
             entries = entries_hidden = None
             if records is not None and group.max_visible[plan.ratio]:
                 entry_slots, entries_hidden = _entries(plan, group, indices, batch, records)
                 if entry_slots.dim() == 2 and records.lies_with(window):  # one gather, one set of keys
-                    slots, hidden = torch.cat([slots, entry_slots], dim=1), torch.cat([hidden, entries_hidden], dim=-1)
+                    slots = torch.cat([slots, entry_slots], dim=1)
+                    hidden = None if entries_hidden is None else torch.cat([group.window_hidden, entries_hidden], dim=-1)
                 else:
                     entries = records.read(entry_slots)
             rows = q[group.rows].view(*group.shape, *q.shape[1:])
@@ -228,12 +229,14 @@ class ReferenceOps:
 
 def _entries(
     plan: LayerPlan, group: QueryGroup, chosen: Tensor | None, batch: Batch, records: RecordView
-) -> tuple[Tensor, Tensor]:
-    """Slots of compressed entries and from whom they are hidden, [n, b, N or K]: all visible ones [n, N], shared by the queries of a
-    sequence as are those of an only query, or the chosen ones [n, b, K]."""
+) -> tuple[Tensor, Tensor | None]:
+    """Slots of compressed entries and from whom they are hidden, [n, b, N or K] or None: all visible ones [n, N], shared by the queries
+    of a sequence as are those of an only query, or the chosen ones [n, b, K]."""
     assert plan.kv_source is not None, f"layer {plan.layer} reads no compressed entries"
     slots = batch.entry_slots(records.spec, plan.kv_source, group)  # [n, N]
     if chosen is None:
+        if group.sees_all:
+            return slots, None
         index = torch.arange(slots.shape[1], device=slots.device)
         return slots, index >= group.visible[plan.ratio].unsqueeze(-1)
     hidden = chosen < 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from abyssal.ops.norm import inverse_rms, rms_norm, rounded
 
-FEW_TOKENS = 2  # whose coefficients a CPU computes faster one by one, in 50 us each, than as tensors, in 130 us
+FEW_TOKENS = 2  # whose coefficients a CPU computes faster one by one, in 50 us each, than as tensors, in 150 us
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,30 @@ def mix(streams: Tensor, weights: MixWeights, rms_eps: float) -> Tensor:
 
 def coefficients(raw: Tensor, streams: int, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """raw [T, 24] -> pre [T, S], post [T, S], comb [T, S, S], fp32."""
-    if streams == 4 and raw.is_cpu and 0 < len(raw) <= FEW_TOKENS:
-        ours = np.array([_coefficients_of_token(row, iterations, eps) for row in raw.tolist()], np.float32)
-        pre, post, comb = torch.from_numpy(ours).split_with_sizes([4, 4, 16], 1)
-        return pre, post, comb.view(-1, 4, 4)
     gates, logits = raw.split_with_sizes([2 * streams, streams * streams], 1)
     least, most = _gate_ranges(streams, eps, raw.device)
     pre, post = torch.addcmul(least, gates.sigmoid(), most).chunk(2, 1)
     return pre, post, sinkhorn(logits.view(-1, streams, streams), iterations, eps)
 
 
+def few_coefficients(
+    streams: Tensor, weights: MixWeights, rms_eps: float, iterations: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`coefficients` of `mix`, token by token, for four streams [T, 4, D] on a CPU: from the products on in Python's floats."""
+    z = streams.flatten(1).float()
+    products, lengths = F.linear(z, weights.fn).tolist(), torch.linalg.vector_norm(z, dim=1).tolist()
+    base, scale = weights.base.tolist(), weights.scale.tolist()
+    tokens = []
+    for row, length in zip(products, lengths, strict=True):
+        inverse = (length**2 / z.shape[1] + rms_eps) ** -0.5
+        raw = [x * inverse * s + b for x, s, b in zip(row, scale, base, strict=True)]
+        tokens.append(_coefficients_of_token(raw, iterations, eps))
+    pre, post, comb = torch.from_numpy(np.array(tokens, np.float32)).split_with_sizes([4, 4, 16], 1)
+    return pre, post, comb.view(-1, 4, 4)
+
+
 def _coefficients_of_token(raw: list[float], iterations: int, eps: float) -> list[float]:
-    """`coefficients` of one token with four streams, in Python's floats: 24 raw ones -> 4 of pre, 4 of post, 16 of comb."""
+    """24 raw ones -> 4 of pre, 4 of post, 16 of comb."""
     gates = [1 + math.tanh(x / 2) for x in raw[:8]]  # twice the sigmoids
     return [*(gate / 2 + eps for gate in gates[:4]), *gates[4:], *_sinkhorn_of_token(raw[8:], iterations, eps)]
 
@@ -176,11 +188,12 @@ def site(
         streams = source if source.dim() == 3 else source.unsqueeze(1).repeat(1, num_streams, 1)
     own = new_post = new_comb = None
     if weights is not None:
-        raw = mix(streams, weights, rms_eps)
-        if raw.shape[1] == num_streams:
-            own = raw.sigmoid() + eps
+        if weights.fn.shape[0] == num_streams:
+            own = mix(streams, weights, rms_eps).sigmoid() + eps
+        elif num_streams == 4 and streams.is_cpu and 0 < len(streams) <= FEW_TOKENS:
+            own, new_post, new_comb = few_coefficients(streams, weights, rms_eps, iterations, eps)
         else:
-            own, new_post, new_comb = coefficients(raw, num_streams, iterations, eps)
+            own, new_post, new_comb = coefficients(mix(streams, weights, rms_eps), num_streams, iterations, eps)
     gates = own if pre is None else pre
     assert gates is not None, "without weights the site collapses with a given `pre`"
     x = rms_norm(collapse(streams, gates), norm_weight, rms_eps)
