@@ -91,8 +91,13 @@ class Pair:
         self.pipe.send(("add_for", (DECODE, request)))
 
     def step(self) -> float:
-        """Carry what has come, and step; seconds of the decode engine's step, or 0 when it had nothing to compute."""
-        while self.pipe.poll(0):
+        """Carry what has come, and step; seconds of the decode engine's step, or 0 when it had nothing to compute.
+
+        Waits as the engine's process does: a loop that never waits keeps the threads that receive from running.
+        """
+        wait = self.decode.poll_ms()
+        while self.pipe.poll(None if wait is None else wait / 1e3):
+            wait = 0
             message = self.pipe.recv()
             if isinstance(message, tuple):
                 updates, times, self.bytes_sent = message
