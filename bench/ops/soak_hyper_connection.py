@@ -7,11 +7,13 @@ Compiles in parallel processes first. From then on `--hang-seconds` without prog
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 from bench_hyper_connection import make_inputs
@@ -23,7 +25,9 @@ TOKENS = (1, 8, 64, 512)
 FIELDS = ("streams", "x", "pre", "post", "comb")
 
 
-def captured(hidden: int, stream: torch.cuda.Stream, tokens: tuple[int, ...]) -> tuple[torch.cuda.CUDAGraph, list]:
+def captured(
+    hidden: int, stream: torch.cuda.Stream, tokens: tuple[int, ...], say: Callable[[str], None]
+) -> tuple[torch.cuda.CUDAGraph, list]:
     """One graph with a site of each order and token count, on one state; and its outputs."""
     state = kernel.HandoverState.allocate(max(tokens), hidden, "cuda")
     sites = []
@@ -31,14 +35,16 @@ def captured(hidden: int, stream: torch.cuda.Stream, tokens: tuple[int, ...]) ->
         for own in (True, False):
             arguments, weights = make_inputs(count, hidden, own, cold=False)
             sites.append((arguments[0], kernel.KernelWeights.prepare(weights[0])))
-    with torch.cuda.stream(stream):
-        for arguments, weights in sites:
+    torch.cuda.synchronize()  # other streams do not wait for the one that made the inputs
+    for arguments, weights in sites:
+        with torch.cuda.stream(stream):
             kernel.site(weights=weights, state=state, **arguments)
-    stream.synchronize()
+        stream.synchronize()
+        say(f"site of {len(arguments['source'])} tokens, {'given' if 'pre' in arguments else 'own'} pre")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         outputs = [kernel.site(weights=weights, state=state, **arguments) for arguments, weights in sites]
-    graph.sites = sites  # keeps the inputs alive
+    graph.kept = sites, state  # memory that the graph's launches use
     return graph, outputs
 
 
@@ -64,9 +70,12 @@ def main() -> int:
     if args.share is not None:
         compile_share(args.hidden, args.share, args.processes)
         return 0
-    begin = time.monotonic()
+    begin = progress = time.monotonic()
+    done, replays, wrong = False, 0, 0
 
     def say(stage: str) -> None:
+        nonlocal progress
+        progress = time.monotonic()
         print(f"{time.monotonic() - begin:5.1f} s: {stage}", flush=True)
 
     if args.processes:
@@ -74,26 +83,29 @@ def main() -> int:
         say("compiled")
     if args.compile_only:
         return 0
-    progress, done, replays, wrong = time.monotonic(), False, 0, 0
 
     def watch() -> None:
         while not done:
             time.sleep(1)
             if time.monotonic() - progress > args.hang_seconds:
+                faulthandler.dump_traceback(all_threads=True)
                 say(f"HANG: no progress for {args.hang_seconds} s after {replays} replays")
                 os._exit(3)
 
     threading.Thread(target=watch, daemon=True).start()
     main_stream, other_stream, busy_stream = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
-    graph, outputs = captured(args.hidden, main_stream, TOKENS)
-    other_graph, _ = captured(args.hidden, other_stream, (8, 64))
+    graph, outputs = captured(args.hidden, main_stream, TOKENS, say)
+    other_graph, _ = captured(args.hidden, other_stream, (8, 64), say)
     matrix, product = torch.randn(2, 2048, 2048, device="cuda", dtype=torch.bfloat16).unbind()
+    torch.cuda.synchronize()
+    say("captured")
     with torch.cuda.stream(main_stream):
         graph.replay()
     main_stream.synchronize()
     expected = [{name: getattr(site, name).clone() for name in FIELDS} for site in outputs]
-    say("captured")
-    progress = started = time.monotonic()
+    torch.cuda.synchronize()
+    say("replayed")
+    started = time.monotonic()
     while replays < args.replays and time.monotonic() - started < args.seconds:
         for _ in range(50):
             with torch.cuda.stream(busy_stream):
