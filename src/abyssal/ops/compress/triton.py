@@ -58,7 +58,7 @@ def compress_config(dim: int) -> CompressConfig:
     return CompressConfig(max(1, dim // 128))
 
 
-def sum_config(batch_invariant: bool) -> SumConfig:
+def config_of_sums(batch_invariant: bool) -> SumConfig:
     """All rows of a group together keep memory busy: 2 programs of 64 KiB each per multiprocessor. One by one, a lane owns 4 channels."""
     return SumConfig(128, 8, 1, True) if batch_invariant else SumConfig(64, 128, 8, False)
 
@@ -423,6 +423,7 @@ def compress(
     stored: Tensor | None = None,
     batch_invariant: bool = False,
     config: CompressConfig | None = None,
+    sum_config: SumConfig | None = None,
 ) -> Tensor | None:
     """Store the entries that this step completes and the state rows that later steps read; arguments as the reference's.
 
@@ -491,7 +492,7 @@ def compress(
         return latent
     added = torch.empty(groups, 3, dim, dtype=torch.float32, device=rows.device)
     if groups:
-        parts = sum_config(batch_invariant)
+        parts = sum_config or config_of_sums(batch_invariant)
         programs = groups * dim // parts.channels
         sum_rows_kernel[(groups, dim // parts.channels)](
             *of_rows, facts.sources, slots, carried, len(carried), *of_state, carried_sums, *of_sums, added,
@@ -541,7 +542,7 @@ def aot_cases() -> list[AotCase]:
         for each in (False, True):
             cases.append(case(f"ratio {ratio} {name} token each={each}", compress_kernel, warps, pooled | {"TOKEN_EACH": each}))
     for one_by_one in (False, True):
-        parts = sum_config(one_by_one)
+        parts = config_of_sums(one_by_one)
         constants = {
             "D": 512, "CHANNELS": parts.channels, "ROWS": parts.rows, "ONE_BY_ONE": one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1,
             "EARLY": True,
