@@ -28,10 +28,11 @@ def main() -> None:
                 q = torch.randn(tokens, shape.index_heads, 128, device=wp.DEVICE, dtype=torch.bfloat16)
                 weights = torch.randn(tokens, shape.index_heads, device=wp.DEVICE, dtype=torch.bfloat16)
                 inputs.append((q, weights, wp.table(tokens)))
-            for per_program in (4, 8, 16):
-                config = kernels.IndexQueryConfig(per_program)
+            for per_tile in (4, 8, 16):
+              for tiles in (1,) if tokens <= 64 else (1, shape.index_heads // per_tile):
+                config = kernels.IndexQueryConfig(per_tile, tiles)
                 table.time(
-                    shape.name, tokens, f"{per_program} heads",
+                    shape.name, tokens, f"{per_tile} heads x {tiles}",
                     lambda q, weights, rope, config=config, shape=shape, grid=grid: kernels.index_query(
                         q, weights, rope, rotate_query=shape.hadamard, grid=grid, config=config
                     ),
