@@ -29,9 +29,9 @@ def main() -> None:
                 weights = torch.randn(tokens, shape.index_heads, device=wp.DEVICE, dtype=torch.bfloat16)
                 inputs.append((q, weights, wp.table(tokens)))
             for per_tile in (4, 8, 16):
-              for tiles in (1,) if tokens <= 64 else (1, shape.index_heads // per_tile):
-                config = kernels.IndexQueryConfig(per_tile, tiles)
-                table.time(
+                for tiles in (1,) if tokens <= 64 else (1, shape.index_heads // per_tile):
+                    config = kernels.IndexQueryConfig(per_tile, tiles)
+                    table.time(
                     shape.name, tokens, f"{per_tile} heads x {tiles}",
                     lambda q, weights, rope, config=config, shape=shape, grid=grid: kernels.index_query(
                         q, weights, rope, rotate_query=shape.hadamard, grid=grid, config=config

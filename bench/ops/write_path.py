@@ -124,7 +124,10 @@ class Table:
         self.rows: list[dict[str, Any]] = []
         self.copies: dict[tuple[int, int], float] = {}
         print(f"{title}; empty kernel F = {self.floor:.2f} us; roof = bytes / {COPY_BANDWIDTH / 1e12} TB/s; {device_line()}")
-        print(f"{'shape':12} {'tokens':>6} {'variant':34} {'us':>8} {'us - F':>8} {'roof us':>8} {'% of roof':>9} {'% of copy':>9}", flush=True)
+        print(
+            f"{'shape':12} {'tokens':>6} {'variant':34} {'us':>8} {'us - F':>8} {'roof us':>8} {'% of roof':>9} {'% of copy':>9}",
+            flush=True,
+        )
 
     def time(
         self, shape: str, tokens: int, variant: str, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], bytes_moved: int
@@ -138,7 +141,9 @@ class Table:
             if key not in self.copies:
                 self.copies[key] = copy_us(*key)
             copy = row["copy_us"] = self.copies[key]
-            print(f"{head} {us:8.2f} {us - self.floor:8.2f} {roof:8.2f} {100 * roof / us:9.0f} {100 * copy / us:9.0f}", flush=True)
+            print(
+                f"{head} {us:8.2f} {us - self.floor:8.2f} {roof:8.2f} {100 * roof / us:9.0f} {100 * copy / us:9.0f}", flush=True
+            )
         except FAILURES as error:  # the other variants are still worth their time
             torch.cuda.synchronize()
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]

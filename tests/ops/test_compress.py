@@ -137,7 +137,9 @@ def pages_of(cache: KVCache, kind: str) -> kernels.Pages:
     return kernels.Pages(kind, cache.pools[spec.bucket].data, spec.layout, spec.entries_per_page)
 
 
-def step_facts(sources, carried, entry_slots, rope, carried_sums=None, sum_slots=None, token_each=False, phases=None) -> CompressFacts:
+def step_facts(
+    sources, carried, entry_slots, rope, carried_sums=None, sum_slots=None, token_each=False, phases=None
+) -> CompressFacts:
     """Facts of a step of one layer, kinds `entries`, `state` and `sums`."""
     none = torch.empty(1, 0, dtype=torch.int64, device=DEVICE)
     return CompressFacts(
