@@ -32,12 +32,12 @@ def main() -> None:
                 for tiles in (1,) if tokens <= 64 else (1, shape.index_heads // per_tile):
                     config = kernels.IndexQueryConfig(per_tile, tiles)
                     table.time(
-                    shape.name, tokens, f"{per_tile} heads x {tiles}",
-                    lambda q, weights, rope, config=config, shape=shape, grid=grid: kernels.index_query(
-                        q, weights, rope, rotate_query=shape.hadamard, grid=grid, config=config
-                    ),
-                    inputs, moved,
-                )  # fmt: skip
+                        shape.name, tokens, f"{per_tile} heads x {tiles}",
+                        lambda q, weights, rope, config=config, shape=shape, grid=grid: kernels.index_query(
+                            q, weights, rope, rotate_query=shape.hadamard, grid=grid, config=config
+                        ),
+                        inputs, moved,
+                    )  # fmt: skip
 
             def chain(q, weights, rope, shape=shape, grid=grid):
                 return reference(q, weights, rope, rotate_query=shape.hadamard, grid=grid)
