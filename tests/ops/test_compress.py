@@ -15,6 +15,7 @@ from abyssal.model_config import parse_model_config
 from abyssal.ops.compress import accumulate, compress, pool
 from abyssal.ops.hadamard import hadamard
 from abyssal.ops.norm import rms_norm
+from abyssal.ops.norm.triton import rms_norm as normed
 from abyssal.ops.rope import rope_table, rotate
 from tests.support.records import DEVICE, ENTRIES, POISON, new_pool, written
 from tests.support.small_model import small_config, v41_config_dict
@@ -415,3 +416,47 @@ def test_kernel_for_one_token_each_writes_what_the_general_one_writes(ratio, lay
         pools.append([kind.data.cpu() for kind in (pages, states, sums) if kind is not None])
     assert all(torch.equal(*pair) for pair in zip(*pools, strict=True))
     assert not (pools[0][0] == POISON).all()
+
+
+@pytest.mark.gpu
+def test_tokens_of_one_graph_read_the_rows_that_the_launch_before_the_last_kept():
+    """Sixteen steps of one token, whose rows the kernel just before makes: the pages of a graph's replays and of steps run one by one."""
+    layout, state = layouts.get("v4"), layouts.state_rows(2048)
+    torch.manual_seed(0)
+    x, weight, norm = (
+        torch.randn(16, 2048, device=DEVICE),
+        torch.full((2048,), 3.0, device=DEVICE),
+        torch.ones(512, device=DEVICE),
+    )
+    bias, kept = torch.randn(4, 1024, device=DEVICE), torch.arange(16, device=DEVICE) + 4
+    table = rope_table(torch.arange(16), RopeConfig(64, 160000.0, None)).to(DEVICE)
+    steps = []
+    for t in range(16):
+        carried = torch.tensor([4 + p if p >= 0 else -1 for p in range(t - 7, t)], device=DEVICE).int()
+        slot = torch.tensor([t // 4 + 4 if t % 4 == 3 else -1], device=DEVICE)
+        sources, phase = torch.arange(8, device=DEVICE)[None], torch.tensor([t % 4], device=DEVICE)
+        facts = step_facts(sources, carried, slot, table[t : t + 1], token_each=True, phases=phase)
+        steps.append((x[t : t + 1], facts, StoreFacts(phase * 0, kept[None, t : t + 1])))
+    pages, states = new_pool(layout, 2), new_pool(state, 5)
+
+    def run(between):
+        for one, facts, store in steps:
+            rows, *_ = normed((one, weight), eps=1e-6)
+            kernels.compress(
+                rows, bias, norm, facts, store, kernels.Pages("state", states, state, ENTRIES), None,
+                kernels.Pages("entries", pages, layout, ENTRIES), 0, overlap=True, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
+            )  # fmt: skip
+            between()
+
+    run(torch.cuda.synchronize)
+    expected = [data.clone() for data in (pages, states)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(lambda: None)
+    for _ in range(20):
+        for data in (pages, states):
+            data.fill_(POISON)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(*pair) for pair in zip((pages, states), expected, strict=True))
+    assert not (expected[0][1] == POISON).all()
