@@ -22,7 +22,7 @@ from bench.ops import write_path as wp
 ENTRIES, STATE_ENTRIES = 64, 4
 CASES = (("v4 main", 4, "v4"), ("v4 keys", 4, "index_fp8"), ("v4.1 main", 2, "v41_fp4"))
 CONFIGS = {512: (4, 8), 128: (1, 2)}  # warps, by the width of an entry
-SUM_CONFIGS = (kernels.config_of_sums(False), kernels.SumConfig(128, 64, 8, False), kernels.SumConfig(32, 128, 4, False))
+SUM_CONFIGS = tuple(kernels.SumConfig(part, warps) for part in (8, 16) for warps in (4, 8))
 
 
 def step(
@@ -88,7 +88,7 @@ def main() -> None:
         inputs, moved = summed_groups(tokens)
         for config in SUM_CONFIGS[:1] if tokens <= 64 else SUM_CONFIGS:
             calls = [(one, {"sum_config": config}) for one in inputs]
-            variant = "" if tokens <= 64 else f"{config.channels} channels, {config.rows} rows, {config.num_warps} warps"
+            variant = "" if tokens <= 64 else f"parts of {config.part}, {config.num_warps} warps"
             table.time("v4 ratio 128", tokens, variant, lambda one, config: one.fused(**config), calls, moved)
         table.time_chain("v4 ratio 128", tokens, inputs[0].chain(), [(inputs[0].rows,)], moved)
         del inputs

@@ -140,21 +140,6 @@ def hadamard(x, D: tl.constexpr):
     return x
 
 
-@triton.jit
-def hadamard_of_bf16(x, ROWS: tl.constexpr, D: tl.constexpr):
-    """x bf16 [ROWS, D] -> x H fp32, its butterflies over 16 neighbours as a product on tensor cores; ROWS is a multiple of 4."""
-    BLOCKS: tl.constexpr = D // 16
-    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-    odd = (i & j) ^ ((i & j) >> 2)
-    odd = (odd ^ (odd >> 1)) & 1  # whether an odd number of bits is set in both
-    blocks = tl.reshape(tl.permute(tl.reshape(x, (ROWS, BLOCKS, 16)), (1, 0, 2)), (BLOCKS * ROWS, 16))
-    turned = tl.dot(blocks, (1 - 2 * odd).to(tl.float32).to(tl.bfloat16))
-    turned = tl.reshape(turned, (1, ROWS * D))
-    for stage in tl.static_range(log2(BLOCKS)):
-        turned = _butterfly(turned, BLOCKS >> (stage + 1), ROWS * 16 << stage)
-    return tl.reshape(tl.permute(tl.reshape(turned, (BLOCKS, ROWS, 16)), (1, 0, 2)), (ROWS, D))
-
-
 @triton.constexpr_function
 def log2(size: int) -> int:
     assert size & (size - 1) == 0, f"not a power of two: {size}"

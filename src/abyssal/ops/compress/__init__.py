@@ -122,8 +122,7 @@ def accumulate(rows: Tensor, sources: Tensor, before: Tensor) -> Tensor:
 def _carried_sums(sums: RecordView, slots: Tensor) -> Tensor:
     """fp32 [G, 3, D]; slot -1 stands for sums over nothing."""
     stored = sums.read(slots).unflatten(1, (3, -1))
-    if -1 in slots.tolist():
-        stored[:, 0].masked_fill_((slots < 0).unsqueeze(1), -torch.inf)
+    stored[:, 0].masked_fill_((slots < 0).unsqueeze(1), -torch.inf)
     return stored
 
 

@@ -1,8 +1,7 @@
 """The compressor after its projections: pool, norm, RoPE, Hadamard, pack and store, and the state rows (V4 spec 2.9, V4.1 spec 3.6).
 
-Groups whose rows are all kept take one launch, and so do longer ones while each sequence adds one token. Else a first launch sums the
-rows of long groups, some channels per program, and a second makes entries of the sums. A ratio-1 entry pools nothing: `window_store`
-stores it. Only `rows` may come from the kernel launched just before; all else is read before that one has ended.
+Groups whose rows are all kept take one launch, and so do longer ones while each sequence adds one token. Else the rows of long groups
+are summed by several programs, and a second launch merges the sums. A ratio-1 entry pools nothing: `window_store` stores it. Only `rows` may come from the kernel launched just before; all else is read before that one has ended.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class CompressConfig:
-    """A program has all D channels of an entry, so that the norm needs no other; 4 of all rows per lane, so that pooling needs no exchange."""
+    """A program has all D channels of what it pools, so that the norm needs no other and pooling no exchange."""
 
     num_warps: int  # fixes the order of the norm's sum
 
@@ -45,22 +44,23 @@ class CompressConfig:
 class SumConfig:
     """Of the first launch for long groups."""
 
-    channels: int  # of a program
-    rows: int  # loaded together
+    part: int  # rows of a group that one program sums, a multiple of ROWS_AT_ONCE; 0: all of them, one by one
     num_warps: int
-    one_by_one: bool  # sums have the same bits wherever a step ends and the next goes on with them
 
 
+ROWS_AT_ONCE = 8  # of a long group, loaded together
+AT_ONCE = 8  # sums of parts, loaded together
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
-def compress_config(dim: int) -> CompressConfig:
-    return CompressConfig(max(1, dim // 128))
+def compress_config(dim: int, overlap: bool) -> CompressConfig:
+    """4 channels per lane; with overlap 2, of more rows."""
+    return CompressConfig(max(1, dim // (64 if overlap else 128)))
 
 
 def config_of_sums(batch_invariant: bool) -> SumConfig:
-    """All rows of a group together keep memory busy: 2 programs of 64 KiB each per multiprocessor. One by one, a lane owns 4 channels."""
-    return SumConfig(128, 8, 1, True) if batch_invariant else SumConfig(64, 128, 8, False)
+    """Added up row by row, sums have the same bits wherever a step ends and the next goes on with them."""
+    return SumConfig(0 if batch_invariant else ROWS_AT_ONCE, 8)
 
 
 @triton.jit
@@ -160,27 +160,41 @@ def _sums_of(score, value):
 
 
 @triton.jit
-def _add(m, s, v, score, value):
-    """Extend sums (`accumulate` of the reference) by one row."""
-    most = tl.maximum(m, score)
+def _add(m, s, v, top, total, value):
+    """Extend sums (`accumulate` of the reference) by others, tuples of tops, totals and values; a total of None is of a single row."""
+    most = m
+    for i in tl.static_range(len(top)):
+        most = tl.maximum(most, top[i])
     base = tl.where(most == float("-inf"), 0.0, most)  # no row yet: exp2(-inf - 0) = 0 rather than NaN
-    kept, weight = exp2((m - base) * LOG2E), exp2((score - base) * LOG2E)
-    return most, s * kept + weight, v * kept + weight * value
+    kept = exp2((m - base) * LOG2E)
+    s, v = s * kept, v * kept
+    for i in tl.static_range(len(top)):
+        weight = exp2((top[i] - base) * LOG2E)
+        s += weight if total is None else weight * total[i]
+        v += weight * value[i]
+    return most, s, v
 
 
 @triton.jit
-def _load_sums(record, there, channel, D: tl.constexpr):
-    """Running sums m, s, v at a record's pointer; over nothing unless `there`."""
-    record += channel
-    m = tl.load(record, mask=there, other=float("-inf"))
-    return m, tl.load(record + D, mask=there, other=0.0), tl.load(record + 2 * D, mask=there, other=0.0)
+def _add_row(m, s, v, score, value):
+    return _add(m, s, v, (score,), None, (value,))
 
 
 @triton.jit
-def _store_sums(record, m, s, v, channel, D: tl.constexpr):
-    tl.store(record + channel, m)
-    tl.store(record + D + channel, s)
-    tl.store(record + 2 * D + channel, v)
+def _load_sums(record, there, D: tl.constexpr):
+    """Running sums m, s, v [1, D] at a record's pointer; over nothing unless `there` > 0."""
+    record += tl.arange(0, D)[None, :]
+    mask = _mask(there, D)
+    m = tl.load(record, mask=mask, other=float("-inf"))
+    return m, tl.load(record + D, mask=mask, other=0.0), tl.load(record + 2 * D, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_sums(record, m, s, v, D: tl.constexpr):
+    column = tl.arange(0, D)[None, :]
+    tl.store(record + column, m)
+    tl.store(record + D + column, s)
+    tl.store(record + 2 * D + column, v)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_groups", "num_carried"])
@@ -193,8 +207,7 @@ def compress_kernel(
 ):  # fmt: skip
     """Programs up to num_groups - 1 pool a group of SLOTS rows each, the others copy one state row each.
 
-    TOKEN_EACH: group b ends with token b, whose row the same program copies; its other rows are carried ones, -1 for none. These are
-    summed before the token's row is there.
+    TOKEN_EACH: group b ends with token b; its other rows are carried ones, -1 for none. These are summed before the token's row is there.
     """
     D: tl.constexpr = layout.dim
     WIDTH: tl.constexpr = 4 * D if OVERLAP else 2 * D
@@ -214,12 +227,10 @@ def compress_kernel(
         score, value = (), ()
         if TOKEN_EACH:
             own = rows + program.to(tl.int64) * rows_stride
-            kept = tl.load(store_slots + program)
             slots = ()
             for i in tl.static_range(SLOTS - 1):
                 slots += (tl.load(carried + program * (SLOTS - 1) + i),)
-            added = _load_bias(bias, phases, program, WIDTH)
-            bias_own = 0.0 if bias is None else _load_row(bias + tl.load(phases + program) * (WIDTH // 2) + OWN, D)
+            added = 0.0 if bias is None else _load_row(bias + tl.load(phases + program) * (WIDTH // 2) + OWN, D)
             loads_in_flight()
             for i in tl.static_range(SLOTS - 1):
                 row = _record(state_pages, state_page_bytes, slots[i], STATE_ENTRIES, WIDTH)
@@ -229,8 +240,7 @@ def compress_kernel(
                 value += (loaded[1],)
             m, s, v = _sums_of(score, value)
             wait_for_inputs(EARLY)
-            last_score, last_value = _load_row(own + OWN + WIDTH // 2, D) + bias_own, _load_row(own + OWN, D)
-            x = _load_row(own, WIDTH) + added
+            last_score, last_value = _load_row(own + OWN + WIDTH // 2, D) + added, _load_row(own + OWN, D)
         else:
             source, pointer = _sources(
                 sources + program.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
@@ -252,106 +262,102 @@ def compress_kernel(
             m, s, v = _sums_of(score[: SLOTS - 1], value[: SLOTS - 1])
             last_score, last_value = score[SLOTS - 1], value[SLOTS - 1]
         if target >= 0:
-            m, s, v = _add(m, s, v, last_score, last_value)
+            m, s, v = _add_row(m, s, v, last_score, last_value)
             finish_row(
                 round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
                 latent, stored, True, ROPE, HADAMARD, BF16, layout, ENTRIES,
             )  # fmt: skip
-        if TOKEN_EACH:
-            _keep_row(x, state_pages, state_page_bytes, kept, STATE_ENTRIES, WIDTH)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_carried"])
-def sum_rows_kernel(
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_carried", "blocks"])
+def sum_parts_kernel(
     rows, rows_stride, num_tokens, bias, phases, sources, num_slots, carried, num_carried, state_pages, state_page_bytes,
-    carried_sums, sum_pages, sum_page_bytes, sums,
-    D: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, ONE_BY_ONE: tl.constexpr, STATE_ENTRIES: tl.constexpr,
-    SUM_ENTRIES: tl.constexpr, EARLY: tl.constexpr,
+    carried_sums, sum_pages, sum_page_bytes, partial, blocks,
+    D: tl.constexpr, ROWS: tl.constexpr, ONE_BY_ONE: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a group's rows, going on with carried sums, of CHANNELS channels: to `sums` fp32 [G, 3, D]."""
-    group, first = tl.program_id(0), tl.program_id(1) * CHANNELS
-    channel = first + tl.arange(0, CHANNELS)[None, :]
-    before = tl.load(carried_sums + group)
-    record = _record(sum_pages, sum_page_bytes, before, SUM_ENTRIES, 3 * D)
-    m, s, v = _load_sums(record, _mask(before + 1, CHANNELS), channel, D)
-    sources += group.to(tl.int64) * num_slots
-    end = num_carried + num_tokens
-    wait_for_inputs(EARLY)
-    for start in range(0, num_slots, ROWS):
+    """Sums over `blocks` times ROWS rows of a group, to partial fp32 [G, parts, 3, D]; the first part goes on with carried sums."""
+    group, part = tl.program_id(0), tl.program_id(1)
+    before = tl.load(carried_sums + group, mask=part == 0, other=-1)
+    m, s, v = _load_sums(_record(sum_pages, sum_page_bytes, before, SUM_ENTRIES, 3 * D), before + 1, D)
+    for block in range(blocks):
+        source, pointer = _sources(
+            sources + group.to(tl.int64) * num_slots, (part * blocks + block) * ROWS, num_slots, num_tokens, carried, num_carried, rows,
+            rows_stride, state_pages, state_page_bytes, ROWS, 2 * D, STATE_ENTRIES,
+        )  # fmt: skip
+        added = ()
+        for i in tl.static_range(ROWS):
+            if bias is None:
+                added += (0.0,)
+            else:
+                of_step = (source[i] >= num_carried) & (source[i] < num_carried + num_tokens)
+                phase = tl.load(phases + source[i] - num_carried, mask=of_step, other=0)
+                added += (tl.load(bias + phase * D + tl.arange(0, D)[None, :], mask=_mask(of_step, D), other=0.0),)
+        wait_for_inputs(EARLY)
+        score, value = (), ()
+        for i in tl.static_range(ROWS):
+            loaded = _load_scored(pointer[i], num_carried + num_tokens - source[i], D, 2 * D)
+            score += (loaded[0],)
+            value += (loaded[1],)
+        biased = ()
+        for i in tl.static_range(ROWS):
+            biased += (score[i] + added[i],)
         if ONE_BY_ONE:
-            source, pointer = _sources(
-                sources, start, num_slots, num_tokens, carried, num_carried, rows, rows_stride, state_pages, state_page_bytes,
-                ROWS, 2 * D, STATE_ENTRIES,
-            )  # fmt: skip
-            score, value = (), ()
             for i in tl.static_range(ROWS):
-                loaded = _load_scored(pointer[i] + first, end - source[i], CHANNELS, 2 * D)
-                biased = loaded[0]
-                if bias is not None:
-                    of_step = (source[i] >= num_carried) & (source[i] < end)
-                    phase = tl.load(phases + source[i] - num_carried, mask=of_step, other=0)
-                    biased += tl.load(bias + phase * D + channel, mask=_mask(of_step, CHANNELS), other=0.0)
-                score += (biased,)
-                value += (loaded[1],)
-            for i in tl.static_range(ROWS):
-                m, s, v = _add(m, s, v, score[i], value[i])
+                m, s, v = _add_row(m, s, v, biased[i], value[i])
         else:
-            row = start + tl.arange(0, ROWS)[:, None]
-            source = tl.load(sources + row, mask=row < num_slots, other=end)
-            old, there = source < num_carried, source < end
-            kept = _record(
-                state_pages, state_page_bytes, tl.load(carried + source, mask=old, other=0), STATE_ENTRIES, 2 * D
-            )  # fmt: skip
-            token = source - num_carried
-            pointer = tl.where(old, kept, rows + token * rows_stride) + channel
-            score = tl.load(pointer + D, mask=there, other=float("-inf"))
-            value = tl.load(pointer, mask=there, other=0.0)
-            if bias is not None:
-                of_step = there & (token >= 0)
-                phase = tl.load(phases + token, mask=of_step, other=0)
-                score += tl.load(bias + phase * D + channel, mask=of_step, other=0.0)
-            most = tl.maximum(m, tl.max(score, 0, keep_dims=True))
-            base = tl.where(most == float("-inf"), 0.0, most)
-            kept_share, weight = exp2((m - base) * LOG2E), exp2((score - base) * LOG2E)
-            s = s * kept_share + tl.sum(weight, 0, keep_dims=True)
-            v = v * kept_share + tl.sum(weight * value, 0, keep_dims=True)
-            m = most
-    _store_sums(sums + group.to(tl.int64) * (3 * D), m, s, v, channel, D)
+            m, s, v = _add(m, s, v, biased, None, value)
+    if blocks == 0:
+        wait_for_inputs(EARLY)
+    _store_sums(partial + (group.to(tl.int64) * tl.num_programs(1) + part) * (3 * D), m, s, v, D)
 
 
-@triton.jit(do_not_specialize=["num_groups", "num_entries"])
-def finish_sums_kernel(
-    sums, num_groups, num_entries, norm, rows, rows_stride, bias, phases, store_rows, store_slots, state_pages, state_page_bytes,
-    sum_slots, sum_pages, sum_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
-    ROPE: tl.constexpr, BF16: tl.constexpr,
+@triton.jit(do_not_specialize=["parts", "num_groups", "num_entries"])
+def merge_parts_kernel(
+    partial, parts, num_groups, num_entries, norm, rows, rows_stride, bias, phases, store_rows, store_slots, state_pages,
+    state_page_bytes, sum_slots, sum_pages, sum_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
+    ROPE: tl.constexpr, BF16: tl.constexpr, AT_ONCE: tl.constexpr,
     layout: tl.constexpr, ENTRIES: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first num_entries groups are complete and become entries, the others are kept as sums; further programs copy state rows."""
     D: tl.constexpr = layout.dim
     program = tl.program_id(0)
-    channel = tl.arange(0, D)[None, :]
     if program >= num_groups:
         _copy_row(
             rows, rows_stride, bias, phases, store_rows, store_slots, program - num_groups, state_pages, state_page_bytes,
             STATE_ENTRIES, 2 * D, EARLY,
         )  # fmt: skip
-    elif program < num_entries:
-        target = tl.load(entry_slots + program).to(tl.int64)
-        norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
-        wait_for_inputs(EARLY)
-        m, s, v = _load_sums(sums + program.to(tl.int64) * (3 * D), _mask(target + 1, D), channel, D)
-        if target >= 0:
-            finish_row(
-                round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes,
-                target + tl.zeros((1,), tl.int64), latent, stored, True, ROPE, False, BF16, layout, ENTRIES,
-            )  # fmt: skip
     else:
-        open_target = tl.load(sum_slots + program - num_entries)
+        complete = program < num_entries
+        target = tl.load(entry_slots + program, mask=complete, other=0).to(tl.int64)
+        target += tl.load(sum_slots + program - num_entries, mask=program >= num_entries, other=0).to(tl.int64)
+        norm_weight = tl.zeros((1, D), tl.float32)
+        cos = tl.zeros((1, D // 2), tl.float32)
+        sin = tl.zeros((1, D // 2), tl.float32)
+        if complete:
+            norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
         wait_for_inputs(EARLY)
-        m, s, v = _load_sums(sums + program.to(tl.int64) * (3 * D), _mask(open_target + 1, D), channel, D)
-        if open_target >= 0:
-            _store_sums(_record(sum_pages, sum_page_bytes, open_target, SUM_ENTRIES, 3 * D), m, s, v, channel, D)
+        m = tl.full((1, D), float("-inf"), tl.float32)
+        s = tl.zeros((1, D), tl.float32)
+        v = tl.zeros((1, D), tl.float32)
+        for first in range(0, parts, AT_ONCE):
+            top, total, value = (), (), ()
+            for i in tl.static_range(AT_ONCE):
+                record = partial + (program.to(tl.int64) * parts + first + i) * (3 * D)
+                loaded = _load_sums(record, parts - first - i + program * 0, D)
+                top += (loaded[0],)
+                total += (loaded[1],)
+                value += (loaded[2],)
+            m, s, v = _add(m, s, v, top, total, value)
+        if target >= 0:
+            if complete:
+                finish_row(
+                    round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes,
+                    target + tl.zeros((1,), tl.int64), latent, stored, True, ROPE, False, BF16, layout, ENTRIES,
+                )  # fmt: skip
+            else:
+                _store_sums(_record(sum_pages, sum_page_bytes, target, SUM_ENTRIES, 3 * D), m, s, v, D)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_carried"])
@@ -365,26 +371,23 @@ def token_each_kernel(
     """Program b has token b: its group's entry, if complete; then the oldest kept row joins the sums, and its own row takes that place."""
     D: tl.constexpr = layout.dim
     program, count = tl.program_id(0), tl.num_programs(0)
-    channel = tl.arange(0, D)[None, :]
     target = tl.load(entry_slots + program).to(tl.int64)
     open_target = tl.load(sum_slots + program)
     kept = tl.load(store_slots + program)
     oldest = tl.load(sources + (count + program).to(tl.int64) * SLOTS)
+    oldest_slot = tl.load(carried + program * (SLOTS - 1))
     before, open_before = tl.load(carried_sums + program), tl.load(carried_sums + count + program)
     added = _load_bias(bias, phases, program, 2 * D)
     loads_in_flight()
-    record = _record(sum_pages, sum_page_bytes, open_before, SUM_ENTRIES, 3 * D)
-    open_m, open_s, open_v = _load_sums(record, _mask(open_before + 1, D), channel, D)
-    there = oldest < num_carried
-    slot = tl.load(carried + oldest, mask=there, other=0)
-    score, value = _load_scored(_record(state_pages, state_page_bytes, slot, STATE_ENTRIES, 2 * D), there, D, 2 * D)
-    open_m, open_s, open_v = _add(open_m, open_s, open_v, score, value)
+    open_m, open_s, open_v = _load_sums(_record(sum_pages, sum_page_bytes, open_before, SUM_ENTRIES, 3 * D), open_before + 1, D)
+    record = _record(state_pages, state_page_bytes, oldest_slot, STATE_ENTRIES, 2 * D)
+    score, value = _load_scored(record, oldest < num_carried, D, 2 * D)
+    open_m, open_s, open_v = _add_row(open_m, open_s, open_v, score, value)
     wait_for_inputs(EARLY)
     own = rows + program.to(tl.int64) * rows_stride
     x = _load_row(own, 2 * D) + added
     if target >= 0:
-        record = _record(sum_pages, sum_page_bytes, before, SUM_ENTRIES, 3 * D)
-        m, s, v = _load_sums(record, _mask(before + 1, D), channel, D)
+        m, s, v = _load_sums(_record(sum_pages, sum_page_bytes, before, SUM_ENTRIES, 3 * D), before + 1, D)
         norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
         source, pointer = _sources(
             sources + program.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
@@ -395,14 +398,14 @@ def token_each_kernel(
             biased = loaded[0]
             if i == SLOTS - 1 and bias is not None:
                 biased += _load_row(bias + tl.load(phases + program) * D, D)
-            m, s, v = _add(m, s, v, biased, loaded[1])
+            m, s, v = _add_row(m, s, v, biased, loaded[1])
         finish_row(
             round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
             latent, stored, True, ROPE, False, BF16, layout, ENTRIES,
         )  # fmt: skip
     tl.debug_barrier()  # the entry has read what is replaced now
     if open_target >= 0:
-        _store_sums(_record(sum_pages, sum_page_bytes, open_target, SUM_ENTRIES, 3 * D), open_m, open_s, open_v, channel, D)
+        _store_sums(_record(sum_pages, sum_page_bytes, open_target, SUM_ENTRIES, 3 * D), open_m, open_s, open_v, D)
     _keep_row(x, state_pages, state_page_bytes, kept, STATE_ENTRIES, 2 * D)
 
 
@@ -467,14 +470,14 @@ def compress(
     assert bias is None or (len(facts.phases) == len(rows) and facts.phases.is_contiguous()), "a bias needs every token's place"
     assert len(entry_slots) == len(rope) <= groups, f"{len(entry_slots)} slots and {len(rope)} rotations for {groups} groups"
     assert sums is not None or len(rope) == groups, f"{groups} groups, {len(rope)} complete, and no sums"
-    config = config or compress_config(dim)
+    config = config or compress_config(dim, overlap)
     options: dict[str, Any] = {"STATE_ENTRIES": state.entries_per_page, "num_warps": config.num_warps}
     of_rows = (rows, rows.stride(0), len(rows), bias, facts.phases)
     of_state = (state.data, state.data.stride(0))
     of_entries = (entries.data, entries.data.stride(0), entry_slots, torch.view_as_real(rope), latent, stored, eps)
     finish = {"ROPE": 2 * rope.shape[1], "BF16": dtype == torch.bfloat16, "layout": layout, "ENTRIES": entries.entries_per_page}
     if sums is None:
-        programs = groups if facts.token_each else groups + num_store
+        programs = groups + num_store
         if programs:
             compress_kernel[(programs,)](
                 *of_rows, norm, facts.sources, groups, carried, len(carried), store.rows, store_slots, *of_state, *of_entries,
@@ -492,19 +495,20 @@ def compress(
             SLOTS=slots, **finish, **options, **early(len(rows), rows),
         )  # fmt: skip
         return latent
-    added = torch.empty(groups, 3, dim, dtype=torch.float32, device=rows.device)
+    parts_config = sum_config or config_of_sums(batch_invariant)
+    blocks = triton.cdiv(parts_config.part or slots, ROWS_AT_ONCE)
+    parts = triton.cdiv(slots, blocks * ROWS_AT_ONCE) if slots else 1
+    partial = torch.empty(groups, parts, 3, dim, dtype=torch.float32, device=rows.device)
     if groups:
-        parts = sum_config or config_of_sums(batch_invariant)
-        programs = groups * dim // parts.channels
-        sum_rows_kernel[(groups, dim // parts.channels)](
-            *of_rows, facts.sources, slots, carried, len(carried), *of_state, carried_sums, *of_sums, added,
-            D=dim, CHANNELS=parts.channels, ROWS=parts.rows, ONE_BY_ONE=parts.one_by_one, **early(programs, rows),
-            **options | {"num_warps": parts.num_warps},
+        sum_parts_kernel[(groups, parts)](
+            *of_rows, facts.sources, slots, carried, len(carried), *of_state, carried_sums, *of_sums, partial, blocks,
+            D=dim, ROWS=ROWS_AT_ONCE, ONE_BY_ONE=parts_config.part == 0, **early(groups * parts, rows),
+            **options | {"num_warps": parts_config.num_warps},
         )  # fmt: skip
     if groups + num_store:  # no program here reads what another one replaces: carried sums and state rows have been read
-        finish_sums_kernel[(groups + num_store,)](
-            added, groups, len(rope), norm, rows, rows.stride(0), bias, facts.phases, store.rows, store_slots, *of_state, sum_slots,
-            *of_sums, *of_entries, **finish, **options, **early(groups + num_store, rows),
+        merge_parts_kernel[(groups + num_store,)](
+            partial, parts, groups, len(rope), norm, rows, rows.stride(0), bias, facts.phases, store.rows, store_slots, *of_state,
+            sum_slots, *of_sums, *of_entries, AT_ONCE=AT_ONCE, **finish, **options, **early(groups + num_store, rows),
         )  # fmt: skip
     return latent
 
@@ -515,9 +519,9 @@ def aot_cases() -> list[AotCase]:
         "num_groups": "i32", "num_entries": "i32", "carried": "*i32", "num_carried": "i32", "state_pages": "*u8",
         "state_page_bytes": "i32", "store_rows": "*i64", "store_slots": "*i64", "pages": "*u8", "page_bytes": "i32",
         "entry_slots": "*i32", "rope": "*fp32", "eps": "fp32", "carried_sums": "*i32", "sum_slots": "*i64", "sum_pages": "*u8",
-        "sum_page_bytes": "i32", "sums": "*fp32",
+        "sum_page_bytes": "i32", "partial": "*fp32", "parts": "i32", "blocks": "i32",
     }  # fmt: skip
-    pointers = ("rows", "bias", "norm", "state_pages", "pages", "rope", "sum_pages", "sums")
+    pointers = ("rows", "bias", "norm", "state_pages", "pages", "rope", "sum_pages", "partial")
     aligned = (*pointers, "rows_stride", "state_page_bytes", "page_bytes", "sum_page_bytes")
 
     def case(name: str, kernel: Any, num_warps: int, constants: dict[str, Any]) -> AotCase:
@@ -529,7 +533,8 @@ def aot_cases() -> list[AotCase]:
     cases = []
     for ratio, name in kinds:
         layout = layouts.get(name)
-        warps = compress_config(layout.dim).num_warps
+        slots = {4: 8, 2: 2, 128: 9}[ratio]
+        warps = compress_config(layout.dim, ratio == 4).num_warps
         finish: dict[str, Any] = {
             "ROPE": 64, "BF16": True, "layout": layout, "ENTRIES": 256 // ratio, "latent": None, "stored": None,
             "STATE_ENTRIES": 8 if ratio == 128 else 4, "EARLY": True,
@@ -537,17 +542,20 @@ def aot_cases() -> list[AotCase]:
         if ratio == 2:  # V4.1 has no position bias
             finish["bias"] = None
         if ratio == 128:
-            cases.append(case(f"ratio 128 {name} finished", finish_sums_kernel, warps, finish | {"SUM_ENTRIES": 1}))
-            cases.append(case(f"ratio 128 {name} token each", token_each_kernel, warps, finish | {"SLOTS": 9, "SUM_ENTRIES": 1}))
+            cases.append(
+                case(f"ratio 128 {name} merged", merge_parts_kernel, warps, finish | {"AT_ONCE": AT_ONCE, "SUM_ENTRIES": 1})
+            )
+            cases.append(
+                case(f"ratio 128 {name} token each", token_each_kernel, warps, finish | {"SLOTS": slots, "SUM_ENTRIES": 1})
+            )
             continue
-        pooled = finish | {"OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "SLOTS": 8 if ratio == 4 else 2}
+        pooled = finish | {"OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "SLOTS": slots}
         for each in (False, True):
             cases.append(case(f"ratio {ratio} {name} token each={each}", compress_kernel, warps, pooled | {"TOKEN_EACH": each}))
     for one_by_one in (False, True):
-        parts = config_of_sums(one_by_one)
         constants = {
-            "D": 512, "CHANNELS": parts.channels, "ROWS": parts.rows, "ONE_BY_ONE": one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1,
-            "EARLY": True,
+            "D": 512, "ROWS": ROWS_AT_ONCE, "ONE_BY_ONE": one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1, "EARLY": True,
         }  # fmt: skip
-        cases.append(case(f"ratio 128 sums, one by one={one_by_one}", sum_rows_kernel, parts.num_warps, constants))
+        warps = config_of_sums(one_by_one).num_warps
+        cases.append(case(f"ratio 128 parts, one by one={one_by_one}", sum_parts_kernel, warps, constants))
     return cases

@@ -17,14 +17,12 @@ from abyssal.ops._records import (
     e4m3_codes,
     early,
     hadamard,
-    hadamard_of_bf16,
     load_rope,
     power_of_two,
     rotate,
     round_like,
     scale_exponent,
     store_like,
-    to_bf16,
     to_fp32,
     wait_for_inputs,
 )
@@ -73,10 +71,7 @@ def index_query_kernel(
         if not HADAMARD:
             x, y = to_fp32(a), round_like(turned, BF16)
         else:
-            if BF16 and PER_TILE >= 4:  # 16 rows for the tensor cores
-                x, y = hadamard_of_bf16(a, PER_TILE, HALF), hadamard_of_bf16(to_bf16(turned), PER_TILE, HALF) * SCALE
-            else:
-                x, y = hadamard(to_fp32(a), HALF), hadamard(round_like(turned, BF16), HALF) * SCALE
+            x, y = hadamard(to_fp32(a), HALF), hadamard(round_like(turned, BF16), HALF) * SCALE
             x, y = round_like(tl.fma(x, SCALE, y), BF16), round_like(tl.fma(x, SCALE, -y), BF16)
         folded = to_fp32(weight) * (SCALE * HEADS**-0.5)
         if quant is None:
