@@ -30,14 +30,15 @@ from abyssal.ops._records import (
 
 @dataclass(frozen=True, slots=True)
 class IndexQueryConfig:
-    """One warp per program; 4 heads of 128 values are 16 values per lane."""
+    """4 heads of 128 values per warp are 16 values per lane."""
 
     heads: int  # of one token, together
     tiles: int = 1  # of so many heads, one after the other
+    num_warps: int = 1
 
 
 def index_query_config(tokens: int, heads: int) -> IndexQueryConfig:
-    """4 heads while a program's way is what counts, then more, so that fewer instructions go into addresses and the program's start.
+    """4 heads per warp while a program's way is what counts, then more, so that fewer instructions go into addresses.
 
     From 1,024 tokens on, one program per token keeps memory busy, by loading a tile while it works on the one before.
     """
@@ -135,7 +136,7 @@ def index_query(
     index_query_kernel[(programs,)](
         q, q.stride(0), q.stride(1), head_weights, head_weights.stride(0), torch.view_as_real(rope),
         result.view(torch.uint8) if codes else result, weights, HEADS=heads, PER_TILE=config.heads, TILES=config.tiles, D=dim,
-        HADAMARD=rotate_query, quant=grid, STAGES=min(3, config.tiles), num_warps=1, **early(programs, q),
+        HADAMARD=rotate_query, quant=grid, STAGES=min(3, config.tiles), num_warps=config.num_warps, **early(programs, q),
     )  # fmt: skip
     return result, weights
 
