@@ -212,9 +212,8 @@ def compress_kernel(
     D: tl.constexpr = layout.dim
     WIDTH: tl.constexpr = 4 * D if OVERLAP else 2 * D
     RATIO: tl.constexpr = SLOTS // 2 if OVERLAP else SLOTS
-    OWN: tl.constexpr = (
-        D if OVERLAP else 0
-    )  # with overlap a row serves its own group with its second half, the next with its first
+    # With overlap a row serves the next group with its first half, its own with its second.
+    OWN: tl.constexpr = D if OVERLAP else 0
     program = tl.program_id(0)
     if program >= num_groups:
         _copy_row(
