@@ -317,7 +317,8 @@ def test_kernel_of_ratio_1_norms_rotates_and_stores(layout):
     assert torch.equal(pages.data.cpu(), written(before, layout, slots, stored))
 
 
-def test_kernel_sums_open_groups_and_completes_them():
+@pytest.mark.parametrize("part", [8, 16])
+def test_kernel_sums_open_groups_and_completes_them(part):
     """Ratio 128: an entry from carried sums, carried rows and the step's rows; then the sums of the open group; the ring last."""
     torch.manual_seed(0)
     layout, ring, record = layouts.get("v4"), layouts.state_rows(1024), layouts.state_rows(1536)
@@ -358,7 +359,7 @@ def test_kernel_sums_open_groups_and_completes_them():
     before, ring_before = pages.data.clone(), rings.data.clone()
     kernels.compress(
         rows, bias, norm, facts, StoreFacts(torch.arange(5, device=DEVICE), ring_slots[None]), rings, sums, pages, 0, overlap=False,
-        rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, stored=stored,
+        rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, stored=stored, sum_config=kernels.SumConfig(part, 8),
     )  # fmt: skip
     pooled = (values[:128] * scores[:128].softmax(0)).sum(0).float()[None].bfloat16()
     expected = rotate(rms_norm(pooled, norm, 1e-6).float(), facts.rope)

@@ -58,9 +58,12 @@ def compress_config(dim: int, overlap: bool) -> CompressConfig:
     return CompressConfig(max(1, dim // (64 if overlap else 128)))
 
 
-def config_of_sums(batch_invariant: bool) -> SumConfig:
-    """Added up row by row, sums have the same bits wherever a step ends and the next goes on with them."""
-    return SumConfig(0 if batch_invariant else ROWS_AT_ONCE, 8)
+def config_of_sums(groups: int, batch_invariant: bool) -> SumConfig:
+    """Added up row by row, sums have the same bits wherever a step ends and the next goes on with them.
+
+    Else 8 rows per program, or 16 where groups alone keep the card busy.
+    """
+    return SumConfig(0 if batch_invariant else ROWS_AT_ONCE if groups < 16 else 2 * ROWS_AT_ONCE, 8)
 
 
 @triton.jit
@@ -494,7 +497,7 @@ def compress(
             SLOTS=slots, **finish, **options, **early(len(rows), rows),
         )  # fmt: skip
         return latent
-    parts_config = sum_config or config_of_sums(batch_invariant)
+    parts_config = sum_config or config_of_sums(groups, batch_invariant)
     blocks = triton.cdiv(parts_config.part or slots, ROWS_AT_ONCE)
     parts = triton.cdiv(slots, blocks * ROWS_AT_ONCE) if slots else 1
     partial = torch.empty(groups, parts, 3, dim, dtype=torch.float32, device=rows.device)
@@ -555,6 +558,6 @@ def aot_cases() -> list[AotCase]:
         constants = {
             "D": 512, "ROWS": ROWS_AT_ONCE, "ONE_BY_ONE": one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1, "EARLY": True,
         }  # fmt: skip
-        warps = config_of_sums(one_by_one).num_warps
+        warps = config_of_sums(1, one_by_one).num_warps
         cases.append(case(f"ratio 128 parts, one by one={one_by_one}", sum_parts_kernel, warps, constants))
     return cases

@@ -30,67 +30,62 @@ from abyssal.ops._records import (
 
 @dataclass(frozen=True, slots=True)
 class IndexQueryConfig:
-    """4 heads of 128 values per warp are 16 values per lane."""
+    """A warp has its own heads: 4 of 128 values are 16 values per lane."""
 
-    heads: int  # of one token, together
-    tiles: int = 1  # of so many heads, one after the other
-    num_warps: int = 1
+    heads_per_program: int  # of one token
+    num_warps: int
 
 
-def index_query_config(tokens: int, heads: int) -> IndexQueryConfig:
-    """4 heads per warp while a program's way is what counts, then more, so that fewer instructions go into addresses.
+def index_query_config(tokens: int, heads: int, rotate_query: bool) -> IndexQueryConfig:
+    """Few heads per warp while a warp's way is what counts, then 8, so that fewer instructions go into addresses; 4 warps per program.
 
-    From 1,024 tokens on, one program per token keeps memory busy, by loading a tile while it works on the one before.
+    us on an H200: V4 1.32 with 4 x 1 warp and 1.43 with 16 x 4 at 1 token, 1.92 and 1.71 at 64, where programs take time to start;
+    V4.1 1.21 with 4 x 1 warp and 1.02 with 8 x 4 at 1 token; 4,096 tokens of V4 35.4 with 8 x 1 and 31.2 with 32 x 4.
     """
-    per_tile = min(4 if tokens <= 64 else 8, heads & -heads)
-    return IndexQueryConfig(per_tile, heads // per_tile if tokens >= 1024 else 1)
+    num_warps = 1 if rotate_query and tokens <= 16 else 4
+    per_warp = 8 if tokens > 64 else 4 if rotate_query else 2
+    return IndexQueryConfig(min(num_warps * per_warp, heads & -heads), num_warps)
 
 
 @triton.jit
 def index_query_kernel(
     q, q_stride_t, q_stride_h, head_weights, weights_stride, rope, result, weights,
-    HEADS: tl.constexpr, PER_TILE: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr, HADAMARD: tl.constexpr, quant: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, D: tl.constexpr, HADAMARD: tl.constexpr, quant: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A vector is handled in halves, of which RoPE turns the second; its Hadamard rotation is (a H + b H, a H - b H), H of half the size."""
     HALF: tl.constexpr = D // 2
     SCALE: tl.constexpr = D**-0.5
     BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16
     program = tl.program_id(0)
-    PROGRAMS: tl.constexpr = HEADS // (PER_TILE * TILES)  # of a token
-    token = (program // PROGRAMS).to(tl.int64)
-    head = program % PROGRAMS * (PER_TILE * TILES) + tl.arange(0, PER_TILE)[:, None]
+    token = (program // (HEADS // PER_PROGRAM)).to(tl.int64)
+    head = program % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
     column = tl.arange(0, HALF)[None, :]
-    there = result + (token * HEADS + head) * D + column
+    here = q + token * q_stride_t + head * q_stride_h + column
     wait_for_inputs(EARLY)
-    cos, sin = load_rope(rope, token, PER_TILE, HALF, HALF)
-    for tile in tl.range(TILES, num_stages=STAGES):
-        here = q + token * q_stride_t + (head + tile * PER_TILE) * q_stride_h + column
-        a, b = tl.load(here), tl.load(here + HALF)
-        weight = tl.load(head_weights + token * weights_stride + head + tile * PER_TILE)
-        turned = rotate(to_fp32(b), cos, sin, PER_TILE, HALF, HALF)
-        if not HADAMARD:
-            x, y = to_fp32(a), round_like(turned, BF16)
-        else:
-            x, y = hadamard(to_fp32(a), HALF), hadamard(round_like(turned, BF16), HALF) * SCALE
-            x, y = round_like(tl.fma(x, SCALE, y), BF16), round_like(tl.fma(x, SCALE, -y), BF16)
-        folded = to_fp32(weight) * (SCALE * HEADS**-0.5)
-        if quant is None:
-            store_like(there, x)
-            store_like(there + HALF, y)
-        elif quant.kind == "e4m3":  # one tile per head: its scale is positive, so it passes through the relu into the weight
-            tl.static_assert(quant.tile == D)
-            amax = tl.maximum(tl.max(tl.abs(x), 1, keep_dims=True), tl.max(tl.abs(y), 1, keep_dims=True))
-            exponent = scale_exponent(amax, "e4m3")
-            inverse = power_of_two(-exponent)
-            tl.store(there, e4m3_codes(x * inverse))
-            tl.store(there + HALF, e4m3_codes(y * inverse))
-            folded *= power_of_two(exponent)
-        else:
-            store_like(there, _on_e2m1(x, quant.tile, PER_TILE, HALF))
-            store_like(there + HALF, _on_e2m1(y, quant.tile, PER_TILE, HALF))
-        tl.store(weights + token * HEADS + head + tile * PER_TILE, folded)
-        there += PER_TILE * D
+    a, b = to_fp32(tl.load(here)), to_fp32(tl.load(here + HALF))
+    weight = to_fp32(tl.load(head_weights + token * weights_stride + head)) * (SCALE * HEADS**-0.5)
+    cos, sin = load_rope(rope, token, PER_PROGRAM, HALF, HALF)
+    b = round_like(rotate(b, cos, sin, PER_PROGRAM, HALF, HALF), BF16)
+    if HADAMARD:
+        a, b = hadamard(a, HALF), hadamard(b, HALF) * SCALE
+        a, b = round_like(tl.fma(a, SCALE, b), BF16), round_like(tl.fma(a, SCALE, -b), BF16)
+    there = result + (token * HEADS + head) * D + column
+    if quant is None:
+        store_like(there, a)
+        store_like(there + HALF, b)
+    elif quant.kind == "e4m3":  # one tile per head: its scale is positive, so it passes through the relu into the weight
+        tl.static_assert(quant.tile == D)
+        amax = tl.maximum(tl.max(tl.abs(a), 1, keep_dims=True), tl.max(tl.abs(b), 1, keep_dims=True))
+        exponent = scale_exponent(amax, "e4m3")
+        inverse = power_of_two(-exponent)
+        tl.store(there, e4m3_codes(a * inverse))
+        tl.store(there + HALF, e4m3_codes(b * inverse))
+        weight *= power_of_two(exponent)
+    else:
+        store_like(there, _on_e2m1(a, quant.tile, PER_PROGRAM, HALF))
+        store_like(there + HALF, _on_e2m1(b, quant.tile, PER_PROGRAM, HALF))
+    tl.store(weights + token * HEADS + head, weight)
 
 
 @triton.jit
@@ -130,13 +125,13 @@ def index_query(
     weights = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if tokens == 0:
         return result, weights
-    config = config or index_query_config(tokens, heads)
-    assert heads % (config.heads * config.tiles) == 0, f"{heads} heads are no multiple of {config}"
-    programs = tokens * heads // (config.heads * config.tiles)
+    config = config or index_query_config(tokens, heads, rotate_query)
+    assert heads % config.heads_per_program == 0, f"{heads} heads are no multiple of {config}"
+    programs = tokens * heads // config.heads_per_program
     index_query_kernel[(programs,)](
         q, q.stride(0), q.stride(1), head_weights, head_weights.stride(0), torch.view_as_real(rope),
-        result.view(torch.uint8) if codes else result, weights, HEADS=heads, PER_TILE=config.heads, TILES=config.tiles, D=dim,
-        HADAMARD=rotate_query, quant=grid, STAGES=min(3, config.tiles), num_warps=config.num_warps, **early(programs, q),
+        result.view(torch.uint8) if codes else result, weights, HEADS=heads, PER_PROGRAM=config.heads_per_program, D=dim,
+        HADAMARD=rotate_query, quant=grid, num_warps=config.num_warps, **early(programs, q),
     )  # fmt: skip
     return result, weights
 
@@ -148,15 +143,15 @@ def aot_cases() -> list[AotCase]:
     }  # fmt: skip
     return [
         AotCase(
-            f"index_query {name} h{heads} hadamard={turned} x{per_tile} x{tiles}", index_query_kernel,
+            f"index_query {name} h{heads} hadamard={turned} x{config.heads_per_program}", index_query_kernel,
             signature | {"result": "*u8" if name == "index_fp8" else "*bf16"},
             {
-                "HEADS": heads, "PER_TILE": per_tile, "TILES": tiles, "D": 128, "HADAMARD": turned, "quant": layouts.get(name).grid,
-                "STAGES": min(3, tiles), "EARLY": tiles == 1,
+                "HEADS": heads, "PER_PROGRAM": config.heads_per_program, "D": 128, "HADAMARD": turned,
+                "quant": layouts.get(name).grid, "EARLY": True,
             },
-            num_warps=1, aligned=("q", "q_stride_t", "q_stride_h", "rope", "result", "weights"),
+            num_warps=config.num_warps, aligned=("q", "q_stride_t", "q_stride_h", "rope", "result", "weights"),
         )
         for name in ("index_bf16", "index_fp8", "index_mxfp4")
         for heads, turned in ((64, True), (32, False))
-        for per_tile, tiles in ((4, 1), (8, 1), (8, heads // 8))
+        for config in dict.fromkeys(index_query_config(tokens, heads, turned) for tokens in (1, 64, 4096))
     ]  # fmt: skip
