@@ -192,7 +192,9 @@ class EngineConfig:
     )
     seed: int = option(0, "seed of requests that bring none", low=0, high=2**63 - 1)
     served_model_name: str | None = option(None, "name of the model in the API; default: its folder's name")
-    num_threads: int | None = option(None, "CPU threads of PyTorch; default: PyTorch's choice", low=1)
+    num_threads: int | None = option(
+        None, "CPU threads of PyTorch, of which the smallest steps use one; default: PyTorch's choice", low=1
+    )
     dp: int = option(1, "replicas that share out requests, each with a cache of its own; one process and device per rank", low=1)
     tp: int = option(1, "ranks of a replica, which share out heads, groups of the output and the vocabulary", low=1)
     ep: int | None = option(None, "ranks that share out the experts: tp, or several replicas together; default: tp", low=1)

@@ -64,6 +64,17 @@ def test_lists_name_what_groups_show() -> None:
         assert token == len(listed.token_ids)
 
 
+def test_a_group_sees_all_if_nothing_is_hidden() -> None:
+    config = small_config([0, 4, 128, 4], sliding_window=128, index_topk=1024)
+    found = []
+    for step in (*STEPS, [(126, 127)], [(127, 128)], [(300, 301), (301, 302)], [(300, 301), (303, 304)]):
+        for group in views(config, step)[1].groups:
+            hides = group.window_hidden.any() or any((group.visible[r] < group.max_visible[r]).any() for r in (4, 128))
+            assert group.sees_all == (not hides)
+            found.append(group.sees_all)
+    assert any(found) and not all(found)
+
+
 def test_every_token_is_in_one_span(monkeypatch) -> None:
     """Also where scores are cut to a size: each span knows its sequences, its shape and what its queries see at most."""
     config = small_config([0, 4, 128, 4], sliding_window=128)

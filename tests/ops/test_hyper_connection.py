@@ -47,13 +47,54 @@ def test_sinkhorn_rows(tokens, spread):
         torch.testing.assert_close(got[t].double(), sinkhorn_slow(c[t], 20), rtol=2e-5, atol=1e-7)
 
 
-def test_whole_site_and_direction_of_comb():
+@pytest.mark.parametrize("spread", [0.1, 30.0, 1e4])
+def test_coefficients_of_one_token_are_rounded_once(spread):
+    base = torch.randn(24, generator=torch.Generator().manual_seed(3)) * spread  # of streams of zeros, the raw coefficients
+    weights = hc.MixWeights(torch.randn(24, 32), base, torch.ones(24))
+    pre, post, comb = hc.few_coefficients(torch.zeros(1, 4, 8), weights, 1e-6, 20, EPS)
+    exact = base.double()
+    for got, expected in (
+        (pre, exact[:4].sigmoid() + EPS),
+        (post, 2 * exact[4:8].sigmoid()),
+        (comb, sinkhorn_slow(exact[8:].view(4, 4), 20)),
+    ):
+        torch.testing.assert_close(got[0].double(), expected, rtol=1e-7, atol=1e-15)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_few_tokens_are_mixed_as_many(tokens):
+    torch.manual_seed(tokens)
+    streams, out, norm = torch.randn(8, 4, 24), torch.randn(8, 24), torch.ones(24)
+    weights = hc.MixWeights.from_checkpoint(torch.randn(24, 96) * 0.2, torch.randn(24), torch.tensor([0.5, 1.5, 2.0]), 4)
+    options = {"rms_eps": 1e-6, "eps": EPS, "iterations": 20}
+    before = hc.site(streams, norm, weights, **options)
+    many = hc.site(streams, norm, weights, out=out, post=before.post, comb=before.comb, **options)
+    first = hc.site(streams[:tokens], norm, weights, **options)
+    few = hc.site(streams[:tokens], norm, weights, out=out[:tokens], post=first.post, comb=first.comb, **options)
+    for name in ("streams", "pre", "post", "comb"):
+        torch.testing.assert_close(getattr(few, name), getattr(many, name)[:tokens], rtol=1e-5, atol=1e-6)
+
+
+def test_not_a_number_stays_with_its_token():
+    streams = torch.randn(hc.FEW_TOKENS, 4, 8)
+    streams[-1, 0, 0] = torch.nan
+    weights = hc.MixWeights(torch.randn(24, 32), torch.randn(24), torch.ones(24))
+    for part in hc.few_coefficients(streams, weights, 1e-6, 20, EPS):
+        assert part[-1].isnan().all()
+        assert part[:-1].isfinite().all()
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_whole_site_and_direction_of_comb(few):
     torch.manual_seed(1)
     tokens, streams, hidden = 5, 4, 24
     h, out = torch.randn(tokens, streams, hidden), torch.randn(tokens, hidden)
     fn, base, scale = torch.randn(24, streams * hidden) * 0.2, torch.randn(24), torch.tensor([0.5, 1.5, 2.0])
     weights = hc.MixWeights.from_checkpoint(fn, base, scale, streams)
-    pre, post, comb = hc.coefficients(hc.mix(h, weights, 1e-6), streams, 20, EPS)
+    if few:
+        pre, post, comb = hc.few_coefficients(h, weights, 1e-6, 20, EPS)
+    else:
+        pre, post, comb = hc.coefficients(hc.mix(h, weights, 1e-6), streams, 20, EPS)
     x, new = hc.collapse(h, pre), hc.expand(h, out, post, comb)
     for t in range(tokens):
         z = h[t].double().flatten()

@@ -589,3 +589,16 @@ def test_captured_product_replays_on_new_input():
             graph.replay()
             for got, want in zip(outs, kernels.linear(x, prepared), strict=True):
                 assert torch.equal(got, want)
+
+
+def test_weight_memory_keeps_every_matrix(monkeypatch):
+    """Matrices of odd sizes, some larger than what is taken at once: equal after all were placed, rows or columns in order."""
+    monkeypatch.setattr(ops, "ROOM_AT_ONCE", 100)
+    memory = ops.WeightMemory()
+    given = [torch.randn(shape) for shape in [(5, 3), (3, 5), (2, 7, 4), (1, 1), (0, 4), (33, 9), (4, 4)]]
+    given += [torch.randn(6, 10)[:, ::2], torch.randn(9, 4).bfloat16()]
+    laid = [memory.laid_out(matrix) for matrix in given]
+    for matrix, copy in zip(given, laid, strict=True):
+        assert torch.equal(matrix, copy) and matrix.dtype == copy.dtype
+        assert (copy.mT if matrix.shape[-2] >= matrix.shape[-1] else copy).is_contiguous()
+        assert copy.data_ptr() % 64 == 0 or copy.dtype != torch.float32

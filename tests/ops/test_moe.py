@@ -103,6 +103,12 @@ def test_experts_that_are_elsewhere_give_nothing():
     cuts = [(0, 1), (1, 4), (4, 6)]
     parts = [moe(x, experts, weights, plain(w13.data[a:b]), plain(w2.data[a:b]), 10.0, a) for a, b in cuts]
     torch.testing.assert_close(sum(parts), whole)
+    for t in (0, 4, 5):
+        one = [
+            moe(x[t : t + 1], experts[t : t + 1], weights[t : t + 1], plain(w13.data[a:b]), plain(w2.data[a:b]), 10.0, a)
+            for a, b in cuts
+        ]
+        torch.testing.assert_close(sum(one), whole[t : t + 1])
     assert whole[4].eq(0).all() and moe(x[:0], experts[:0], weights[:0], w13, w2, 10.0).shape == (0, 16)
 
 

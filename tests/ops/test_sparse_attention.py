@@ -56,6 +56,13 @@ def test_masked_rows_have_no_weight_at_all():
     assert torch.equal(out, sparse_attention(q, window, ~mask, None, None, sink, 1.0))
 
 
+def test_no_mask_is_one_that_hides_nothing():
+    q, window, entries, sink = torch.randn(2, 1, 4, DIM), torch.randn(2, 8, DIM), torch.randn(2, 5, DIM), torch.randn(4)
+    window_mask, mask = torch.zeros(2, 1, 8, dtype=torch.bool), torch.zeros(2, 1, 5, dtype=torch.bool)
+    out = sparse_attention(q, window, None, entries, None, sink, 1.0)
+    assert torch.equal(out, sparse_attention(q, window, window_mask, entries, mask, sink, 1.0))
+
+
 def test_sink_takes_weight_and_extreme_logits_stay_finite():
     q, window = torch.full((1, 1, 2, DIM), 1e3), torch.full((1, 1, DIM), 1e3)
     mask = torch.ones(1, 1, 1, dtype=torch.bool)

@@ -510,7 +510,9 @@ class Engine:
                 sample_rows.append(row)
                 states.append(seq.sampler)
                 row += 1
-        drawn = iter(sample(logits[sample_rows], states) if states else [])
+        if len(sample_rows) < len(logits):
+            logits = logits[sample_rows]
+        drawn = iter(sample(logits, states))
         return [next(drawn) if samples else None for _, _, samples in wanted]
 
     def _commit(self, seq: Sequence, count: int, token: SampledToken | None) -> RequestUpdate | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,6 +29,10 @@ from abyssal.parallel.comm import ALONE, Comm, Shape
 from abyssal.tokenizer import Tokenizer
 
 log = logging.getLogger("abyssal")
+
+# Values of a step's hidden states up to which a CPU computes it on one thread. With two, tiny-v4 decodes a request no faster when nobody
+# else wants the cores, and takes nine times as long when somebody does: they wait for each other after every small product.
+ONE_THREAD_VALUES = 1024
 
 
 class Runner:
@@ -91,9 +97,11 @@ class Runner:
     def _compute(
         self, chunks: list[Chunk], cache: KVCache, logit_rows: list[int], after_layer: AfterLayer | None = None
     ) -> Tensor:
-        self.comm.enter(sum(len(chunk.token_ids) for chunk in chunks))
+        tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        self.comm.enter(tokens)
         batch = build_batch(self.model_config, cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists)
-        return self.model(batch, cache, after_layer)
+        with cpu_threads(1 if tokens * self.model_config.hidden_size <= ONE_THREAD_VALUES else torch.get_num_threads()):
+            return self.model(batch, cache, after_layer)
 
     def idle(self, shape: Shape | None) -> None:
         """Compute this rank's experts in a step of others, in the shape that these agreed on."""
@@ -167,6 +175,17 @@ class Runner:
                 f"sequence; raise kv_cache_bytes or set max_model_len to at most {capacity}"
             )
         return asked
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Operators that this thread runs inside use `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _ngram_hash(config: ModelConfig, tokenizer: Tokenizer | None) -> NgramHash | None:

@@ -48,6 +48,7 @@ class QueryGroup:
     window_hidden: Tensor  # [n, b, W + b - 1] bool, True where the query does not see the slot
     visible: dict[int, Tensor]  # ratio -> [n, b] int64, number of compressed entries that the query may see
     max_visible: dict[int, int]  # ratio -> the largest of them
+    sees_all: bool  # whether every query sees all window slots, and `max_visible` entries
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -135,7 +136,7 @@ class Batch:
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    logit_rows: Tensor  # [R] int64, tokens whose logits are wanted
+    logit_rows: Tensor  # [R] int64, tokens whose logits are wanted, ascending
     rope: dict[str, Tensor]  # "main" and "compress" -> [T, rope_dim / 2] complex64
     groups: list[QueryGroup]  # the reference's view of the queries; empty where `lists` is given
     lists: QueryLists | None  # the kernels' view
@@ -376,6 +377,7 @@ def _query_group(
     distance = positions[:, :, None] - keys[:, None, :]
     mask = (distance >= 0) & (distance <= reach) & (keys >= 0)[:, None, :]
     visible = {r: (positions + 1) // r for r in ratios}
+    most = {r: int(v.max()) for r, v in visible.items()}
     return QueryGroup(
         rows=rows,
         sequences=sequences,
@@ -383,7 +385,8 @@ def _query_group(
         window_slots=_tensor(np.stack(slots, axis=1), device),
         window_hidden=_tensor(~mask, device),
         visible={r: _tensor(v, device) for r, v in visible.items()},
-        max_visible={r: int(v.max()) for r, v in visible.items()},
+        max_visible=most,
+        sees_all=bool(mask.all()) and all(int(v.min()) == most[r] for r, v in visible.items()),
     )
 
 

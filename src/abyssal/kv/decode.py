@@ -196,6 +196,7 @@ class DecodeFacts:
             window_hidden=(slots[0] < 0).unsqueeze(1),
             visible=visible,
             max_visible=shape.most,
+            sees_all=False,  # of the shape's most
         )
 
     def _lists(self, shape: _Shape, got: _Got) -> QueryLists:

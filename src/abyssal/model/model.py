@@ -41,7 +41,9 @@ class Residual:
         return cls(site.streams, site.pre, out, site.post, site.comb)
 
     def at(self, rows: Tensor) -> Residual:
-        """Of some tokens only; rows int64 [R]."""
+        """Of some tokens only; rows int64 [R], ascending."""
+        if len(rows) == len(self.streams):
+            return self
         parts = (self.streams, self.pre, self.out, self.post, self.comb)
         streams, pre, *rest = (None if part is None else part.index_select(0, rows) for part in parts)
         assert streams is not None and pre is not None

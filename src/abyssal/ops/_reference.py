@@ -23,7 +23,7 @@ from abyssal.ops.decode_facts import Plan, decode_facts
 from abyssal.ops.engram import engram
 from abyssal.ops.index_query import index_query
 from abyssal.ops.index_score import index_score
-from abyssal.ops.linear import LinearWeight, laid_out, linear, linear_grouped
+from abyssal.ops.linear import LinearWeight, WeightMemory, linear, linear_grouped
 from abyssal.ops.moe import ExpertLayer, choice_outputs, choice_sum, experts_of_projected, moe, route, shared_expert
 from abyssal.ops.norm import rms_norm
 from abyssal.ops.output_quant import output_quant
@@ -55,6 +55,9 @@ class ReferenceExperts:
 class ReferenceOps:
     as_lists = False
     batch_invariant = False
+
+    def __init__(self) -> None:
+        self._memory = WeightMemory()
 
     def beside(self, tokens: int) -> AbstractContextManager[Callable[[], None]]:
         return nullcontext(lambda: None)
@@ -131,12 +134,13 @@ class ReferenceOps:
         window, records = cache.views["window"], cache.views.get(f"c{plan.ratio}")
         out = []
         for group, indices in zip(batch.groups, chosen, strict=True):  # in the order of their tokens
-            slots, hidden = group.window_slots[plan.layer], group.window_hidden
+            slots, hidden = group.window_slots[plan.layer], None if group.sees_all else group.window_hidden
             entries = entries_hidden = None
             if records is not None and group.max_visible[plan.ratio]:
                 entry_slots, entries_hidden = _entries(plan, group, indices, batch, records)
                 if entry_slots.dim() == 2 and records.lies_with(window):  # one gather, one set of keys
-                    slots, hidden = torch.cat([slots, entry_slots], dim=1), torch.cat([hidden, entries_hidden], dim=-1)
+                    slots = torch.cat([slots, entry_slots], dim=1)
+                    hidden = None if entries_hidden is None else torch.cat([group.window_hidden, entries_hidden], dim=-1)
                 else:
                     entries = records.read(entry_slots)
             rows = q[group.rows].view(*group.shape, *q.shape[1:])
@@ -147,8 +151,9 @@ class ReferenceOps:
         sizes = [weight.shape[0] for weight in weights]
         matrices = [w if isinstance(w, Tensor) else w.data for w in weights if isinstance(w, Tensor) or w.format == "plain"]
         if len(matrices) == len(weights) > 1 and all(m.dtype == torch.float32 for m in matrices):
-            return _Projections((laid_out(torch.cat(matrices)),), sizes)
-        return _Projections(tuple(laid_out(w) if isinstance(w, Tensor) else w.laid_out() for w in weights), sizes)
+            return _Projections((self._memory.laid_out(torch.cat(matrices)),), sizes)
+        memory = self._memory
+        return _Projections(tuple(memory.laid_out(w) if isinstance(w, Tensor) else w.laid_out(memory) for w in weights), sizes)
 
     def linear(self, x: Any, prepared: _Projections) -> Sequence[Tensor]:
         out = [F.linear(x.float(), w) if isinstance(w, Tensor) else linear(x, w) for w in prepared.weights]
@@ -164,7 +169,7 @@ class ReferenceOps:
         return tuple(rms_norm(x, weight, eps) for x, weight in pairs)
 
     def mix_weights(self, weights: hc.MixWeights) -> hc.MixWeights:
-        return weights
+        return replace(weights, fn=self._memory.laid_out(weights.fn))
 
     def site(
         self,
@@ -199,7 +204,7 @@ class ReferenceOps:
     def prepare_experts(self, layer: ExpertLayer) -> ReferenceExperts:
         of_x = self.prepare_linear(layer.gate, layer.shared_w1, layer.shared_w3)
         names = "w13", "w2", "shared_w1", "shared_w3", "shared_w2"
-        return ReferenceExperts(replace(layer, **{name: getattr(layer, name).laid_out() for name in names}), of_x)
+        return ReferenceExperts(replace(layer, **{name: getattr(layer, name).laid_out(self._memory) for name in names}), of_x)
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: ReferenceExperts) -> Tensor:
         logits, gate, up = self.linear(x, experts.of_x)
@@ -225,12 +230,14 @@ class ReferenceOps:
 
 def _entries(
     plan: LayerPlan, group: QueryGroup, chosen: Tensor | None, batch: Batch, records: RecordView
-) -> tuple[Tensor, Tensor]:
-    """Slots of compressed entries and from whom they are hidden, [n, b, N or K]: all visible ones [n, N], shared by the queries of a
-    sequence as are those of an only query, or the chosen ones [n, b, K]."""
+) -> tuple[Tensor, Tensor | None]:
+    """Slots of compressed entries and from whom they are hidden, [n, b, N or K] or None: all visible ones [n, N], shared by the queries
+    of a sequence as are those of an only query, or the chosen ones [n, b, K]."""
     assert plan.kv_source is not None, f"layer {plan.layer} reads no compressed entries"
     slots = batch.entry_slots(records.spec, plan.kv_source, group)  # [n, N]
     if chosen is None:
+        if group.sees_all:
+            return slots, None
         index = torch.arange(slots.shape[1], device=slots.device)
         return slots, index >= group.visible[plan.ratio].unsqueeze(-1)
     hidden = chosen < 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -94,8 +94,8 @@ def _sum_of(k: int, scale: float, device: torch.device) -> tuple[Tensor, Tensor]
     return torch.full((1, k), 1 / scale, device=device), torch.full((1,), SUM_FLOOR / scale, device=device)
 
 
-def swiglu(gate: Tensor, up: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype) -> Tensor:
-    """silu(min(gate, limit)) clamp(up, -limit, limit) weight, in fp32, rounded to `dtype`; weight fp32 [n, 1] or None."""
+def swiglu(gate: Tensor, up: Tensor, weight: Tensor | float | None, limit: float, dtype: torch.dtype) -> Tensor:
+    """silu(min(gate, limit)) clamp(up, -limit, limit) weight, in fp32, rounded to `dtype`; weight fp32 [n, 1], one for all, or None."""
     act = F.silu(gate.float().clamp(max=limit)).mul_(up.float().clamp(-limit, limit))
     return rounded(act if weight is None else act.mul_(weight), dtype)
 
@@ -109,6 +109,12 @@ def _add_outputs(
     total: Tensor, x: Tensor, experts: Tensor, weights: Tensor, w13: LinearWeight, w2: LinearWeight, limit: float, first: int
 ) -> Tensor:
     """Add to `total` fp32 [T, D] what the chosen experts give, in the order of the experts."""
+    if len(x) == 1:  # nothing is to be gathered
+        for expert, weight in sorted(zip(experts[0].tolist(), weights[0].tolist(), strict=True)):
+            if first <= expert < first + w13.shape[0]:
+                gate, up = linear(x, w13, expert - first).chunk(2, dim=1)
+                total += linear(swiglu(gate, up, weight, limit, x.dtype), w2, expert - first)
+        return total
     _, tokens, outputs = _outputs_by_expert(x, experts, weights, w13, w2, limit, first)
     return total.index_add_(0, tokens, outputs.float())
 
@@ -134,12 +140,13 @@ def _outputs_by_expert(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The choices of these experts, by expert: indices [P] among all T k choices, their tokens [P], and outputs [P, D]."""
     chosen, order = experts.flatten().sort(stable=True)
-    counts = Counter(chosen.tolist())
+    counts = {expert: len(list(choices)) for expert, choices in groupby(chosen.tolist())}
     here = {expert - first: count for expert, count in counts.items() if first <= expert < first + w13.data.shape[0]}
     if not here:
         return order[:0], order[:0], x.new_empty(0, x.shape[1])
-    start = sum(count for expert, count in counts.items() if expert < first)
-    order = order[start : start + sum(here.values())]
+    if len(here) < len(counts):
+        start = sum(count for expert, count in counts.items() if expert < first)
+        order = order[start : start + sum(here.values())]
     tokens = torch.floor_divide(order, experts.shape[1])
     gate, up = _linear_by_expert(x.index_select(0, tokens), w13, here).chunk(2, dim=1)
     hidden = swiglu(gate, up, weights.reshape(-1, 1).index_select(0, order), limit, x.dtype)
