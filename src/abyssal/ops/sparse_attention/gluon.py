@@ -28,8 +28,8 @@ from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, combine, 
 BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them
 NUM_WARPS = 4  # of the role that weighs; four more add the right half
-ADD_REGISTERS = 160
-BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
+ADD_REGISTERS = 192
+BRING_REGISTERS = {4: 120, 8: 64}  # by the number of warps that bring records
 
 # Microseconds, fitted to 25 measured launches of 1 to 16 queries with 640 keys each.
 START_COST = 5.4  # of one program (launch, queries, first records, result)
@@ -158,6 +158,8 @@ HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
+SHARED_NARROW = gl.constexpr(gl.NVMMASharedLayout(32, 16, rank=2))
+SHARED_NARROW_WORDS = gl.constexpr(gl.NVMMASharedLayout(32, 32, rank=2))
 SHARED_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -280,17 +282,22 @@ def attend_kernel(
     a time. The halves of a block of keys lie in shared memory of their own, with barriers of their own: the scores of one are summed
     while the other is still being widened.
     """
-    q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [1, 64, D], SHARED)
     left = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
     right = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
-    bias = gl.allocate_shared_memory(gl.float32, [4, BLOCK], SHARED_ROW)
-    factors = gl.allocate_shared_memory(gl.float32, [3, 64], SHARED_ROW)
+    one = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 16], SHARED_NARROW)
+    seen = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK, 16], SHARED_NARROW)
+    tops = gl.allocate_shared_memory(gl.float32, [2, 64], SHARED_ROW)
+    totals = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
     of_q = Barriers(allocate_barriers(1), allocate_barriers(1))
     of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
     of_right = Barriers(allocate_barriers(2), allocate_barriers(2))
-    of_end = Barriers(allocate_barriers(1), allocate_barriers(1))
     p_full = allocate_barriers(2)
+    end_full = allocate_barriers(4)
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    column = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, NARROW)), 0)
+    one.index(0).store(gl.where(column + gl.zeros([64, 16], gl.int32, NARROW) == 0, 1.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
     gdc_wait()  # launched while the kernel before may still run
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
@@ -305,18 +312,19 @@ def attend_kernel(
     gl.warp_specialize(
         [
             (
-                weigh_and_add,
-                (work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, of_q, of_left, of_right, p_full, of_end,
-                 HEAD_BLOCKS, PARTIAL),
+                attend_half,
+                (0, work, to, queries, sink, scale_log2, q_smem, one, left, right, seen, p_smem, tops, totals, of_q, of_left, of_right, p_full,
+                 end_full, HEAD_BLOCKS, PARTIAL),
             ),
             (
-                add_right,
-                (work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS, PARTIAL),
+                attend_half,
+                (1, work, to, queries, sink, scale_log2, q_smem, one, left, right, seen, p_smem, tops, totals, of_q, of_left, of_right, p_full,
+                 end_full, HEAD_BLOCKS, PARTIAL),
             ),
             (
                 bring_blocks,
-                (work, queries, window, entries, zeros, q_smem, left, right, bias, of_q, of_left, of_right, WINDOW, ENTRIES,
-                 WINDOW_PER_PAGE, ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
+                (work, window, entries, zeros, left, right, seen, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE,
+                 HEAD_BLOCKS, PARTIAL),
             ),
         ],
         [4, BRING_WARPS],
@@ -365,67 +373,147 @@ def blocks_of_split(token, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constex
 
 
 @gluon.jit
-def weigh_and_add(
-    work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, of_q, of_left, of_right, p_full, of_end,
-    HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
+def attend_half(
+    SIDE: gl.constexpr, work, to, queries, sink, scale_log2, q_smem, one, left, right, seen, p_smem, tops, totals, of_q, of_left, of_right,
+    p_full, end_full, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output."""
+    """Weights exp2(score - running maximum) of every other block of a tile, from block SIDE on, and one half of the output."""
     BLOCK: gl.constexpr = left.shape[1]
+    OTHER: gl.constexpr = 1 - SIDE
     ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
-    n = 0  # blocks of earlier tiles
-    parity = 0
+    if SIDE == 0:
+        keys, of_keys = left, of_left
+    else:
+        keys, of_keys = right, of_right
+        copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+    own_uses = 0  # blocks of earlier tiles that were weighed here
+    other_uses = 0
+    n = 0  # earlier tiles
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
-        top = gl.full([64], float("-inf"), gl.float32, ROWS)
-        total = gl.zeros([64], gl.float32, ROWS)
+        top = gl.full([64], float("-inf"), gl.float32, ROWS)  # of the blocks so far
+        own_top = top  # at the last block that was weighed here
+        total = gl.zeros([64], gl.float32, ROWS)  # of the blocks that were weighed here
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        mbarrier.wait(of_q.full.index(0), parity)
-        if blocks > 0:
-            mbarrier.wait(of_left.full.index(n % 2), n // 2 % 2)
-            scores = multiply_left(q_smem, left.index(n % 2))
-            mbarrier.wait(of_right.full.index(n % 2), n // 2 % 2)
-            scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n % 2), scores)])
-            _, top, total = soften(scores, n, top, total, scale_log2, p_smem, bias, factors, p_full)
-            for block in range(blocks - 1):
-                half = (n + block) % 2
-                phase = (n + block + 1) // 2 % 2
-                acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-                mbarrier.wait(of_left.full.index(1 - half), phase)
-                scores = multiply_left(q_smem, left.index(1 - half))
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                mbarrier.arrive(of_left.empty.index(half))
-                mbarrier.wait(of_right.full.index(1 - half), phase)
-                scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
-                keep, top, total = soften(scores, n + block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
-                acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
-            n += blocks
-            half = (n - 1) % 2
+        mbarrier.wait(of_q.full.index(0), n % 2)
+        own = (blocks + OTHER) // 2
+        for i in range(own):
+            slot = here(SIDE)
+            scores = multiply(slot, own_uses + i, q_smem, one, left, right, seen, of_left, of_right)
+            begun = i >= OTHER
+            acc, top = add_other(1 - slot, other_uses + i - OTHER, begun, top, p_smem, keys, acc, tops, p_full, of_keys)
+            new_top = highest(scores, top, scale_log2)
+            total = soften(slot, scores, new_top, own_top, total, scale_log2, p_smem, tops, p_full)
+            acc = add_own(slot, begun, p_smem, keys, decay(acc, top, new_top), of_keys)
+            top = new_top
+            own_top = new_top
+        if SIDE == 0:
             mbarrier.arrive(of_q.empty.index(0))
-            acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(of_left.empty.index(half))
         else:
-            mbarrier.arrive(of_q.empty.index(0))
+            mbarrier.wait(of_q.empty.index(0), n % 2)
+            if tile + gl.num_programs(0) < work.tiles:
+                copy_queries(tile + gl.num_programs(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+        own_uses += own
+        other_uses += blocks - own
+        if (blocks > 0) & ((blocks + SIDE) % 2 == 0):
+            acc, top = add_other(OTHER, other_uses - 1, True, top, p_smem, keys, acc, tops, p_full, of_keys)
 
-        b_lse = top + gl.log2(total)  # -inf without keys
-        factor = 1.0 / gl.where(total > 0, total, 1.0)
+        turn = n % 2 * 2
+        totals.index(turn + SIDE).store(decay_rows(total, own_top, top))
+        mbarrier.arrive(end_full.index(turn + SIDE))
         rows = gl.arange(0, 64, layout=ROWS)
         in_range = rows < work.heads - first_head
+        mbarrier.wait(end_full.index(turn + OTHER), n // 2 % 2)
+        total = totals.index(turn).load(ROWS) + totals.index(turn + 1).load(ROWS)
+        n += 1
+        b_lse = top + gl.log2(total)  # -inf without keys
+        factor = 1.0 / gl.where(total > 0, total, 1.0)
         if not PARTIAL:
             b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
             share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
             factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
-        mbarrier.wait(of_end.empty.index(0), parity ^ 1)
-        factors.index(2).store(factor)
-        mbarrier.arrive(of_end.full.index(0))
-        parity ^= 1
         part = part_of(token, split, work, PARTIAL)
-        lse = to.lse + part * work.heads + first_head
-        gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=in_range)
+        if SIDE == 0:
+            lse = to.lse + part * work.heads + first_head
+            gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=in_range)
         if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
             of_rows = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
-            store_half(0, acc, of_rows, to, token, part, first_head, work.heads, PARTIAL)
+            store_half(SIDE, acc, of_rows, to, token, part, first_head, work.heads, PARTIAL)
+
+
+@gluon.jit
+def here(value):
+    """The value, computed here: what depends on it is not kept in registers through a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def multiply(slot, uses, q_smem, one, left, right, seen, of_left, of_right):
+    """Scores of a block, before scaling; those of slots without a record are -inf.
+
+    Who brings records has loads of the next block on their way and must not wait for them, as a fence would; so the readers fence.
+    """
+    BLOCK: gl.constexpr = left.shape[1]
+    scores = gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK))
+    mbarrier.wait(of_left.full.index(slot), uses % 2)
+    fence_async_shared()
+    first = here(0)
+    q = q_smem.index(first)
+    scores = warpgroup_mma(one.index(first), seen.index(uses % 2 * 2 + slot).permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(q.slice(0, HALF, dim=1), left.index(slot).permute((1, 0)), scores, is_async=True)
+    mbarrier.wait(of_right.full.index(slot), uses % 2)
+    fence_async_shared()
+    scores = warpgroup_mma(q.slice(HALF, HALF, dim=1), right.index(slot).permute((1, 0)), scores, is_async=True)
+    return warpgroup_mma_wait(0, deps=[scores])
+
+
+@gluon.jit
+def highest(scores, top, scale_log2):
+    return gl.maximum(top, gl.max(scores, axis=1) * scale_log2)
+
+
+@gluon.jit
+def decay_rows(values, before, now):
+    """Values relative to a maximum as values relative to a later one; before a key was seen, both may be -inf."""
+    return values * gl.exp2(before - gl.where(now == float("-inf"), 0.0, now))
+
+
+@gluon.jit
+def decay(acc, before, now):
+    ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
+    return acc * gl.expand_dims(gl.convert_layout(decay_rows(gl.full_like(now, 1.0), before, now), ROWS), 1)
+
+
+@gluon.jit
+def soften(slot, scores, top, own_top, total, scale_log2, p_smem, tops, p_full):
+    """Weights of a block, also for the other role, and their sum with that of earlier blocks."""
+    base = gl.where(top == float("-inf"), 0.0, top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
+    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
+    p_smem.index(slot).store(weights.to(gl.bfloat16))  # free: the last block that lay here has left shared memory
+    tops.index(slot).store(top)
+    fence_async_shared()
+    mbarrier.arrive(p_full.index(slot))
+    return decay_rows(total, own_top, top) + gl.sum(weights, axis=1)
+
+
+@gluon.jit
+def add_own(slot, begun, p_smem, keys, acc, of_keys):
+    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p_smem.index(slot), keys.index(slot), acc, use_acc=begun, is_async=True)])
+    mbarrier.arrive(of_keys.empty.index(slot))
+    return acc
+
+
+@gluon.jit
+def add_other(slot, uses, begun, top, p_smem, keys, acc, tops, p_full, of_keys):
+    """Add a block that the other role has weighed; also the maximum as of that block."""
+    mbarrier.wait(p_full.index(slot), uses % 2)
+    fence_async_shared()
+    other_top = gl.where(begun, tops.index(slot).load(top.type.layout), top)
+    acc = warpgroup_mma(p_smem.index(slot), keys.index(slot), decay(acc, top, other_top), is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(of_keys.empty.index(slot), pred=begun)
+    return acc, other_top
 
 
 @gluon.jit
@@ -435,77 +523,6 @@ def part_of(token, split, work, PARTIAL: gl.constexpr):
         return token.to(gl.int64) * work.count + split
     else:
         return token.to(gl.int64)
-
-
-@gluon.jit
-def multiply_left(q_smem, left):
-    """Begin the scores of a block, before scaling, with the left halves of queries and records.
-
-    Who brings records has loads of the next block on their way and must not wait for them, as a fence would; so the readers fence.
-    """
-    fence_async_shared()
-    BLOCK: gl.constexpr = left.shape[0]
-    scores = gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK))
-    return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def multiply_right(q_smem, right, scores):
-    fence_async_shared()
-    return warpgroup_mma(q_smem.slice(HALF, HALF, dim=1), right.permute((1, 0)), scores, is_async=True)
-
-
-@gluon.jit
-def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full):
-    """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sum."""
-    half = block % 2
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    scores = scores * scale_log2 + gl.expand_dims(bias.index(block % 4).load(COLUMNS), 0)
-    new_top = gl.maximum(top, gl.max(scores, axis=1))
-    base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
-    weights = gl.exp2(scores - gl.expand_dims(base, 1))
-    keep = gl.exp2(top - base)
-    p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
-    factors.index(half).store(keep)
-    fence_async_shared()
-    mbarrier.arrive(p_full.index(half))
-    return keep, new_top, total * keep + gl.sum(weights, axis=1)
-
-
-@gluon.jit
-def add_right(
-    work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr
-):  # fmt: skip
-    """Add weights times records to the right half of the output; bring the first tile's queries, as there is nothing to add yet."""
-    n = 0  # blocks of earlier tiles
-    parity = 0
-    copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
-    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
-        token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
-        BLOCK: gl.constexpr = right.shape[1]
-        blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
-        acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        for block in range(
-            blocks
-        ):  # not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant
-            half = (n + block) % 2
-            phase = (n + block) // 2 % 2
-            mbarrier.wait(of_right.full.index(half), phase)
-            mbarrier.wait(p_full.index(half), phase)
-            fence_async_shared()
-            acc = acc * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
-            acc = warpgroup_mma(p_smem.index(half), right.index(half), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(of_right.empty.index(half))
-        n += blocks
-
-        mbarrier.wait(of_end.full.index(0), parity)
-        parity ^= 1
-        factor = factors.index(2).load(gl.SliceLayout(1, OUTPUT))
-        mbarrier.arrive(of_end.empty.index(0))
-        if not PARTIAL or blocks > 0:
-            part = part_of(token, split, work, PARTIAL)
-            store_half(1, acc, factor, to, token, part, first_head, work.heads, PARTIAL)
 
 
 @gluon.jit
@@ -528,29 +545,27 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
     """Begin to copy a tile's queries to shared memory."""
     token, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     # Volatile: what depends on it is computed here, and not kept in registers through the loop over tiles.
-    rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
+    rows = here(gl.arange(0, 64, layout=gl.SliceLayout(1, COPY)))
     q_rows = queries.rows + token.to(gl.int64) * queries.stride_t + (first_head + rows).to(gl.int64) * queries.stride_h
     for side in gl.static_range(2):
         columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
         pointers = gl.expand_dims(q_rows, 1) + gl.expand_dims(columns, 0)
         mask = gl.expand_dims(rows < work.heads - first_head, 1)
-        async_copy.async_copy_global_to_shared(q_smem.slice(side * HALF, HALF, dim=1), pointers, mask=mask)
+        async_copy.async_copy_global_to_shared(q_smem.index(0).slice(side * HALF, HALF, dim=1), pointers, mask=mask)
     async_copy.mbarrier_arrive(q_full.index(0))
     mbarrier.arrive(q_full.index(0))
 
 
 @gluon.jit
 def bring_blocks(
-    work, queries, window, entries, zeros, q_smem, left, right, bias, of_q, of_left, of_right,
+    work, window, entries, zeros, left, right, seen, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Bring queries, and the records of both lists as bf16, block by block, to shared memory."""
     BLOCK: gl.constexpr = left.shape[1]
-    n = 0  # blocks of earlier tiles
-    parity = 0
+    uses = 0, 0  # of the two places in shared memory by earlier tiles
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
         rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
@@ -560,18 +575,14 @@ def bring_blocks(
         lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
         first_slots = block_slots(0, lists, BLOCK)
         slots = block_slots(1, lists, BLOCK)
-        if tile >= gl.num_programs(0):
-            mbarrier.wait(of_q.empty.index(0), parity)
-            parity ^= 1
-            copy_queries(tile, queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
         if (window_length < window.width) | (entry_length < entries.width):
             lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, PARTIAL)
             first_slots = block_slots(0, lists, BLOCK)
             slots = block_slots(1, lists, BLOCK)
         pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
-        bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
-                   ENTRIES_PER_PAGE)  # fmt: skip
-        n += blocks
+        bring_tile(uses, blocks, first_slots, slots, lists, pools, left, right, seen, of_left, of_right, WINDOW, ENTRIES,
+                   WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+        uses = uses[0] + (blocks + 1) // 2, uses[1] + blocks // 2
 
 
 @gluon.jit
@@ -587,7 +598,7 @@ def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.con
 
 @gluon.jit
 def bring_tile(
-    n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right,
+    uses, blocks, first_slots, slots, lists, pools, left, right, seen, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Bring a tile's records, n blocks after those of the program's first.
@@ -599,18 +610,18 @@ def bring_tile(
     """
     BLOCK: gl.constexpr = left.shape[1]
     window_blocks = lists[4]
-    where = locate(0, n, first_slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    where = locate(0, uses, first_slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
     if WINDOW.grid is None:
         for block in range(blocks):
-            half = (n + block) % 2
-            phase = (n + block) // 2 % 2 ^ 1
+            half = block % 2
+            phase = use_of(block, uses) % 2 ^ 1
             mbarrier.wait(of_left.empty.index(half), phase)
             copy_half(0, where, left.index(half))
             async_copy.mbarrier_arrive(of_left.full.index(half))
             mbarrier.wait(of_right.empty.index(half), phase)
             copy_half(1, where, right.index(half))
             async_copy.mbarrier_arrive(of_right.full.index(half))
-            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(block + 1, uses, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             slots = block_slots(block + 2, lists, BLOCK)
             mbarrier.arrive(of_left.full.index(half))
             mbarrier.arrive(of_right.full.index(half))
@@ -621,20 +632,26 @@ def bring_tile(
         came = gl.max(left_codes[0], axis=2) | gl.max(left_codes[1], axis=2) | left_scales[0] | left_scales[1]
         right_codes, right_scales = load_half(1, where, (came & never) * 16, WINDOW, ENTRIES)
         for block in range(blocks):
-            half = (n + block) % 2
-            phase = (n + block) // 2 % 2 ^ 1
+            half = block % 2
+            phase = use_of(block, uses) % 2 ^ 1
             in_window = block < window_blocks
             mbarrier.wait(of_left.empty.index(half), phase)
             next_slots = block_slots(block + 2, lists, BLOCK)
             convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_left.full.index(half))
-            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(block + 1, uses, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             left_codes, left_scales = load_half(0, where, (right_scales[0] & never) * 16, WINDOW, ENTRIES)
             mbarrier.wait(of_right.empty.index(half), phase)
             convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_right.full.index(half))
             right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
             slots = next_slots
+
+
+@gluon.jit
+def use_of(block, uses):
+    """How often a block's place in shared memory was used before."""
+    return block // 2 + gl.where(block % 2 == 0, uses[0], uses[1])
 
 
 @gluon.jit
@@ -649,15 +666,19 @@ def block_slots(block, lists, BLOCK: gl.constexpr):
 
 @gluon.jit
 def locate(
-    block, n, slots, pools, bias, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
+    block, uses, slots, pools, seen, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Where records lie, how far from there their scales, and whether they are of the window.
 
-    What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
-    after next comes to shared memory.
+    What to add to scores is written on the way, 16 columns of which one is not 0: four blocks have a place for it, as that of a block is
+    read last when the block after next comes to shared memory.
     """
-    bias.index((n + block) % 4).store(gl.where(slots >= 0, 0.0, float("-inf")))
+    KEYS: gl.constexpr = slots.shape[0]
+    PAIRS_OF_ROW: gl.constexpr = gl.SliceLayout(2, code_layout(4, gl.num_warps(), KEYS))
+    v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, PAIRS_OF_ROW)), 0)
+    words = gl.where((gl.expand_dims(slots, 1) < 0) & (v == 0), 0xFF80, 0)  # -inf
+    seen.index(use_of(block, uses) % 2 * 2 + block % 2)._reinterpret(gl.int32, [KEYS, 8], SHARED_NARROW_WORDS).store(words)
     window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
     in_window = block < window_blocks
     slot = gl.maximum(slots, 0)
