@@ -388,45 +388,49 @@ def attend_half(
         copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
     own_uses = 0  # blocks of earlier tiles that were weighed here
     other_uses = 0
-    n = 0  # earlier tiles
+    turn = 0  # tiles in turn, of four
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
         top = gl.full([64], float("-inf"), gl.float32, ROWS)  # of the blocks so far
-        own_top = top  # at the last block that was weighed here
         total = gl.zeros([64], gl.float32, ROWS)  # of the blocks that were weighed here
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        mbarrier.wait(of_q.full.index(0), n % 2)
+        mbarrier.wait(of_q.full.index(0), turn % 2)
         own = (blocks + OTHER) // 2
         for i in range(own):
             slot = here(SIDE)
             scores = multiply(slot, own_uses + i, q_smem, one, left, right, seen, of_left, of_right)
             begun = i >= OTHER
-            acc, top = add_other(1 - slot, other_uses + i - OTHER, begun, top, p_smem, keys, acc, tops, p_full, of_keys)
+            acc, total, top = add_other(1 - slot, other_uses + i - OTHER, begun, top, total, p_smem, keys, acc, tops, p_full)
             new_top = highest(scores, top, scale_log2)
-            total = soften(slot, scores, new_top, own_top, total, scale_log2, p_smem, tops, p_full)
-            acc = add_own(slot, begun, p_smem, keys, decay(acc, top, new_top), of_keys)
+            total = decay_rows(total, top, new_top) + soften(slot, scores, new_top, scale_log2, p_smem, tops, p_full)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(of_keys.empty.index(1 - slot), pred=begun)
+            acc = warpgroup_mma(p_smem.index(slot), keys.index(slot), decay(acc, top, new_top), use_acc=begun, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(of_keys.empty.index(slot))
             top = new_top
-            own_top = new_top
         if SIDE == 0:
             mbarrier.arrive(of_q.empty.index(0))
         else:
-            mbarrier.wait(of_q.empty.index(0), n % 2)
+            mbarrier.wait(of_q.empty.index(0), turn % 2)
             if tile + gl.num_programs(0) < work.tiles:
                 copy_queries(tile + gl.num_programs(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
         own_uses += own
         other_uses += blocks - own
         if (blocks > 0) & ((blocks + SIDE) % 2 == 0):
-            acc, top = add_other(OTHER, other_uses - 1, True, top, p_smem, keys, acc, tops, p_full, of_keys)
+            acc, total, top = add_other(OTHER, other_uses - 1, True, top, total, p_smem, keys, acc, tops, p_full)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(of_keys.empty.index(OTHER))
 
-        turn = n % 2 * 2
-        totals.index(turn + SIDE).store(decay_rows(total, own_top, top))
-        mbarrier.arrive(end_full.index(turn + SIDE))
+        first = turn % 2 * 2
+        totals.index(first + SIDE).store(total)
+        mbarrier.arrive(end_full.index(first + SIDE))
         rows = gl.arange(0, 64, layout=ROWS)
         in_range = rows < work.heads - first_head
-        mbarrier.wait(end_full.index(turn + OTHER), n // 2 % 2)
-        total = totals.index(turn).load(ROWS) + totals.index(turn + 1).load(ROWS)
-        n += 1
+        mbarrier.wait(end_full.index(first + OTHER), turn // 2)
+        total = totals.index(first).load(ROWS) + totals.index(first + 1).load(ROWS)
+        turn = (turn + 1) % 4
         b_lse = top + gl.log2(total)  # -inf without keys
         factor = 1.0 / gl.where(total > 0, total, 1.0)
         if not PARTIAL:
@@ -460,7 +464,9 @@ def multiply(slot, uses, q_smem, one, left, right, seen, of_left, of_right):
     fence_async_shared()
     first = here(0)
     q = q_smem.index(first)
-    scores = warpgroup_mma(one.index(first), seen.index(uses % 2 * 2 + slot).permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(
+        one.index(first), seen.index(uses % 2 * 2 + slot).permute((1, 0)), scores, use_acc=False, is_async=True
+    )
     scores = warpgroup_mma(q.slice(0, HALF, dim=1), left.index(slot).permute((1, 0)), scores, is_async=True)
     mbarrier.wait(of_right.full.index(slot), uses % 2)
     fence_async_shared()
@@ -486,34 +492,26 @@ def decay(acc, before, now):
 
 
 @gluon.jit
-def soften(slot, scores, top, own_top, total, scale_log2, p_smem, tops, p_full):
-    """Weights of a block, also for the other role, and their sum with that of earlier blocks."""
+def soften(slot, scores, top, scale_log2, p_smem, tops, p_full):
+    """Weights of a block, for both roles, and their sum."""
     base = gl.where(top == float("-inf"), 0.0, top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
     weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
     p_smem.index(slot).store(weights.to(gl.bfloat16))  # free: the last block that lay here has left shared memory
     tops.index(slot).store(top)
     fence_async_shared()
     mbarrier.arrive(p_full.index(slot))
-    return decay_rows(total, own_top, top) + gl.sum(weights, axis=1)
+    return gl.sum(weights, axis=1)
 
 
 @gluon.jit
-def add_own(slot, begun, p_smem, keys, acc, of_keys):
-    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p_smem.index(slot), keys.index(slot), acc, use_acc=begun, is_async=True)])
-    mbarrier.arrive(of_keys.empty.index(slot))
-    return acc
-
-
-@gluon.jit
-def add_other(slot, uses, begun, top, p_smem, keys, acc, tops, p_full, of_keys):
-    """Add a block that the other role has weighed; also the maximum as of that block."""
-    mbarrier.wait(p_full.index(slot), uses % 2)
+def add_other(slot, uses, begun, top, total, p_smem, keys, acc, tops, p_full):
+    """Begin to add a block that the other role has weighed; also the sum of weights and the maximum as of that block."""
+    mbarrier.wait(p_full.index(slot), uses & 1)
     fence_async_shared()
     other_top = gl.where(begun, tops.index(slot).load(top.type.layout), top)
     acc = warpgroup_mma(p_smem.index(slot), keys.index(slot), decay(acc, top, other_top), is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(of_keys.empty.index(slot), pred=begun)
-    return acc, other_top
+    mbarrier.wait(p_full.index(slot), uses & 1)  # over already: a branch, so that the compiler moves nothing before the product
+    return acc, decay_rows(total, top, other_top), other_top
 
 
 @gluon.jit
