@@ -299,7 +299,6 @@ def attend_kernel(
     column = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, NARROW)), 0)
     one.index(0).store(gl.where(column + gl.zeros([64, 16], gl.int32, NARROW) == 0, 1.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
-    gdc_wait()  # launched while the kernel before may still run
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
 
     work = Work(window_lengths, entry_lengths, H, tiles, count, split_blocks)
@@ -381,6 +380,7 @@ def attend_half(
     BLOCK: gl.constexpr = left.shape[1]
     OTHER: gl.constexpr = 1 - SIDE
     ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
+    gdc_wait()  # launched while the kernel before may still run
     if SIDE == 0:
         keys, of_keys = left, of_left
     else:
@@ -564,6 +564,7 @@ def bring_blocks(
     """Bring queries, and the records of both lists as bf16, block by block, to shared memory."""
     BLOCK: gl.constexpr = left.shape[1]
     uses = 0, 0  # of the two places in shared memory by earlier tiles
+    gdc_wait()
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
         rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
