@@ -114,6 +114,7 @@ def sparse_attention(
         lse,
         partial.out,
         partial.lse,
+        partial.scale,
         heads,
         tiles,
         splits.count,
@@ -156,6 +157,16 @@ def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor
 LANES = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [0, 4, 0], [2, 0, 0]]
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+# Products of 32 values and factors, unless the factors of all threads of a warp are 1; four values in turn are of two rows.
+MULTIPLY_WHERE_CHANGED = gl.constexpr(
+    "{ .reg .pred p, q; setp.neu.f32 p, $64, 0f3F800000; setp.neu.f32 q, $66, 0f3F800000; or.pred p, p, q; "
+    + "vote.sync.any.pred p, p, 0xffffffff; "
+    + " ".join(f"mov.b32 ${i}, ${i + 32};" for i in range(32))
+    + " @!p bra.uni SAME; "
+    + " ".join(f"mul.f32 ${i}, ${i}, ${i + 64};" for i in range(32))
+    + " SAME: }"
+)
+MULTIPLY_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 SHARED_NARROW = gl.constexpr(gl.NVMMASharedLayout(32, 16, rank=2))
@@ -209,6 +220,7 @@ class Output(NamedTuple):
     stride_t: Any
     stride_h: Any
     lse: Any
+    scale: Any  # of parts
 
 
 class Barriers(NamedTuple):
@@ -258,6 +270,7 @@ def attend_kernel(
     lse,
     partial_out,
     partial_lse,
+    partial_scale,
     H,
     tiles,
     count,
@@ -289,7 +302,7 @@ def attend_kernel(
     one = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 16], SHARED_NARROW)
     seen = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK, 16], SHARED_NARROW)
     tops = gl.allocate_shared_memory(gl.float32, [2, 64], SHARED_ROW)
-    totals = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
+    ends = gl.allocate_shared_memory(gl.float32, [8, 64], SHARED_ROW)
     of_q = Barriers(allocate_barriers(1), allocate_barriers(1))
     of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
     of_right = Barriers(allocate_barriers(2), allocate_barriers(2))
@@ -303,21 +316,21 @@ def attend_kernel(
 
     work = Work(window_lengths, entry_lengths, H, tiles, count, split_blocks)
     queries = Queries(q, q_stride_t, q_stride_h)
-    to = Output(out, out_stride_t, out_stride_h, lse)
+    to = Output(out, out_stride_t, out_stride_h, lse, lse)
     if PARTIAL:
-        to = Output(partial_out, 0, D, partial_lse)
+        to = Output(partial_out, 0, D, partial_lse, partial_scale)
     window = Keys(window_slots, window_slots_stride, window_width, window_pages, window_page_stride)
     entries = Keys(entry_slots, entry_slots_stride, entry_width, entry_pages, entry_page_stride)
     gl.warp_specialize(
         [
             (
                 attend_half,
-                (0, work, to, queries, sink, scale_log2, q_smem, one, left, right, seen, p_smem, tops, totals, of_q, of_left, of_right, p_full,
+                (0, work, to, queries, sink, scale_log2, q_smem, one, left, right, seen, p_smem, tops, ends, of_q, of_left, of_right, p_full,
                  end_full, HEAD_BLOCKS, PARTIAL),
             ),
             (
                 attend_half,
-                (1, work, to, queries, sink, scale_log2, q_smem, one, left, right, seen, p_smem, tops, totals, of_q, of_left, of_right, p_full,
+                (1, work, to, queries, sink, scale_log2, q_smem, one, left, right, seen, p_smem, tops, ends, of_q, of_left, of_right, p_full,
                  end_full, HEAD_BLOCKS, PARTIAL),
             ),
             (
@@ -373,7 +386,7 @@ def blocks_of_split(token, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constex
 
 @gluon.jit
 def attend_half(
-    SIDE: gl.constexpr, work, to, queries, sink, scale_log2, q_smem, one, left, right, seen, p_smem, tops, totals, of_q, of_left, of_right,
+    SIDE: gl.constexpr, work, to, queries, sink, scale_log2, q_smem, one, left, right, seen, p_smem, tops, ends, of_q, of_left, of_right,
     p_full, end_full, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Weights exp2(score - running maximum) of every other block of a tile, from block SIDE on, and one half of the output."""
@@ -424,26 +437,34 @@ def attend_half(
             mbarrier.arrive(of_keys.empty.index(OTHER))
 
         first = turn % 2 * 2
-        totals.index(first + SIDE).store(total)
+        ends.index(first + SIDE).store(total)
+        if PARTIAL:
+            ends.index(first + SIDE + 4).store(gl.convert_layout(gl.max(gl.abs(acc), axis=1), ROWS))
         mbarrier.arrive(end_full.index(first + SIDE))
         rows = gl.arange(0, 64, layout=ROWS)
         in_range = rows < work.heads - first_head
+        part = part_of(token, split, work, PARTIAL)
+        of_rows = part * work.heads + first_head + rows
         mbarrier.wait(end_full.index(first + OTHER), turn // 2)
-        total = totals.index(first).load(ROWS) + totals.index(first + 1).load(ROWS)
         turn = (turn + 1) % 4
+        total = ends.index(first).load(ROWS) + ends.index(first + 1).load(ROWS)
         b_lse = top + gl.log2(total)  # -inf without keys
         factor = 1.0 / gl.where(total > 0, total, 1.0)
-        if not PARTIAL:
+        if PARTIAL:
+            largest = gl.maximum(ends.index(first + 4).load(ROWS), ends.index(first + 5).load(ROWS))
+            largest = gl.maximum(largest, 1e-30)
+            if SIDE == 0:
+                gl.store(to.lse + of_rows, b_lse, mask=in_range)
+                gl.store(to.scale + of_rows, largest * factor, mask=in_range)
+            factor = 1.0 / largest
+        else:
             b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
             share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
             factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
-        part = part_of(token, split, work, PARTIAL)
-        if SIDE == 0:
-            lse = to.lse + part * work.heads + first_head
-            gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=in_range)
+            if SIDE == 0:
+                gl.store(to.lse + of_rows, b_lse * 0.6931471805599453, mask=in_range)
         if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-            of_rows = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
-            store_half(SIDE, acc, of_rows, to, token, part, first_head, work.heads, PARTIAL)
+            store_half(SIDE, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, part, first_head, work.heads, PARTIAL)
 
 
 @gluon.jit
@@ -476,7 +497,9 @@ def multiply(slot, uses, q_smem, one, left, right, seen, of_left, of_right):
 
 @gluon.jit
 def highest(scores, top, scale_log2):
-    return gl.maximum(top, gl.max(scores, axis=1) * scale_log2)
+    """What weights are relative to from a block on: their maximum so far, but that it follows a new one only by steps of 2^8."""
+    block_top = gl.max(scores, axis=1) * scale_log2
+    return gl.where(block_top > top + 8.0, block_top, top)
 
 
 @gluon.jit
@@ -487,8 +510,11 @@ def decay_rows(values, before, now):
 
 @gluon.jit
 def decay(acc, before, now):
+    """Rows of the output relative to a later maximum. Of 16 rows of a warp it is mostly the same, and they stay as they are."""
     ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
-    return acc * gl.expand_dims(gl.convert_layout(decay_rows(gl.full_like(now, 1.0), before, now), ROWS), 1)
+    factor = gl.expand_dims(gl.convert_layout(decay_rows(gl.full_like(now, 1.0), before, now), ROWS), 1)
+    acc, factor = gl.broadcast(acc, factor)
+    return gl.inline_asm_elementwise(MULTIPLY_WHERE_CHANGED, MULTIPLY_OPERANDS, [acc, factor], dtype=gl.float32, is_pure=True, pack=32)
 
 
 @gluon.jit
@@ -525,7 +551,7 @@ def part_of(token, split, work, PARTIAL: gl.constexpr):
 
 @gluon.jit
 def store_half(SIDE: gl.constexpr, acc, factor, to, token, part, first_head, heads, PARTIAL: gl.constexpr):
-    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 in bf16."""
+    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 of 16 bits."""
     TYPE: gl.constexpr = to.rows.dtype.element_ty
     ROWS: gl.constexpr = OUTPUT_ROWS if TYPE.primitive_bitwidth == 16 else OUTPUT
     if PARTIAL:
@@ -926,7 +952,7 @@ def aot_cases() -> list[AotCase]:
     """Every pair of layouts, with splits and without, and blocks of 32 keys."""
     pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("window_pages", "entry_pages", "zeros"), "*u8")
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
-    pointers |= dict.fromkeys(("sink", "lse", "partial_out", "partial_lse"), "*fp32")
+    pointers |= dict.fromkeys(("sink", "lse", "partial_lse", "partial_scale"), "*fp32") | {"partial_out": "*fp16"}
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
     numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks")
