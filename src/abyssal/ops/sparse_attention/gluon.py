@@ -464,7 +464,9 @@ def attend_half(
             if SIDE == 0:
                 gl.store(to.lse + of_rows, b_lse * 0.6931471805599453, mask=in_range)
         if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-            store_half(SIDE, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, part, first_head, work.heads, PARTIAL)
+            store_half(
+                SIDE, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, part, first_head, work.heads, PARTIAL
+            )
 
 
 @gluon.jit
@@ -514,7 +516,9 @@ def decay(acc, before, now):
     ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     factor = gl.expand_dims(gl.convert_layout(decay_rows(gl.full_like(now, 1.0), before, now), ROWS), 1)
     acc, factor = gl.broadcast(acc, factor)
-    return gl.inline_asm_elementwise(MULTIPLY_WHERE_CHANGED, MULTIPLY_OPERANDS, [acc, factor], dtype=gl.float32, is_pure=True, pack=32)
+    return gl.inline_asm_elementwise(
+        MULTIPLY_WHERE_CHANGED, MULTIPLY_OPERANDS, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
+    )
 
 
 @gluon.jit
@@ -591,19 +595,17 @@ def bring_blocks(
     BLOCK: gl.constexpr = left.shape[1]
     uses = 0, 0  # of the two places in shared memory by earlier tiles
     gdc_wait()
+    ahead = first_of_tile(gl.program_id(0), work, window, entries, BLOCK, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
-        token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
-        rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
-        window_length = gl.load(work.window_lengths + token)
-        entry_length = gl.load(work.entry_lengths + token)
-        # Most lists are full: their slots need not wait for the lengths.
-        lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
-        first_slots = block_slots(0, lists, BLOCK)
-        slots = block_slots(1, lists, BLOCK)
+        window_length, entry_length, first_slots, slots = ahead
+        lists, blocks = lists_of_tile(tile, window.width, entries.width, work, window, entries, BLOCK, HEAD_BLOCKS, PARTIAL)
         if (window_length < window.width) | (entry_length < entries.width):
-            lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, PARTIAL)
+            lists, blocks = lists_of_tile(tile, window_length, entry_length, work, window, entries, BLOCK, HEAD_BLOCKS, PARTIAL)
             first_slots = block_slots(0, lists, BLOCK)
             slots = block_slots(1, lists, BLOCK)
+        ahead = first_of_tile(
+            gl.minimum(tile + gl.num_programs(0), work.tiles - 1), work, window, entries, BLOCK, HEAD_BLOCKS, PARTIAL
+        )
         pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
         bring_tile(uses, blocks, first_slots, slots, lists, pools, left, right, seen, of_left, of_right, WINDOW, ENTRIES,
                    WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
@@ -611,8 +613,29 @@ def bring_blocks(
 
 
 @gluon.jit
-def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
+def first_of_tile(tile, work, window, entries, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    """Lengths of a tile's lists, and slots of its first two blocks if they are full, as most are: slots need not wait for lengths."""
+    token = place(tile, work, HEAD_BLOCKS, PARTIAL)[0]
+    lists, _ = lists_of_tile(tile, window.width, entries.width, work, window, entries, BLOCK, HEAD_BLOCKS, PARTIAL)
+    lengths = gl.load(work.window_lengths + token), gl.load(work.entry_lengths + token)
+    return lengths[0], lengths[1], block_slots(0, lists, BLOCK), block_slots(1, lists, BLOCK)
+
+
+@gluon.jit
+def lists_of_tile(
+    tile,
+    window_length,
+    entry_length,
+    work,
+    window,
+    entries,
+    BLOCK: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr,
+    PARTIAL: gl.constexpr,
+):
     """Both lists as if slot 0 of either were the first of all blocks of a split, none reaching beyond its last; and its blocks."""
+    token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
+    rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
     window_blocks = (window_length + BLOCK - 1) // BLOCK
     first, blocks = split_range(split, window_blocks + (entry_length + BLOCK - 1) // BLOCK, work, PARTIAL)
     window_blocks = window_blocks - first
@@ -630,8 +653,8 @@ def bring_tile(
 
     Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them. The compiler
     gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So the loads of a half are issued when
-    those of the other have come: their addresses depend on it through `never`, a zero that the compiler does not know. Before the
-    loop, too, or it would wait at the loop's head.
+    those of the other have come: their addresses depend on it through `never`, a zero that the compiler does not know. Of the first
+    block both come at once.
     """
     BLOCK: gl.constexpr = left.shape[1]
     window_blocks = lists[4]
@@ -654,8 +677,7 @@ def bring_tile(
         nothing = gl.zeros([BLOCK, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))
         never = gl.program_id(1)
         left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
-        came = gl.max(left_codes[0], axis=2) | gl.max(left_codes[1], axis=2) | left_scales[0] | left_scales[1]
-        right_codes, right_scales = load_half(1, where, (came & never) * 16, WINDOW, ENTRIES)
+        right_codes, right_scales = load_half(1, where, nothing, WINDOW, ENTRIES)
         for block in range(blocks):
             half = block % 2
             phase = use_of(block, uses) % 2 ^ 1
