@@ -212,6 +212,14 @@ def test_hopper_kernel_at_real_sizes(pair, heads):
 
 
 @hopper
+@pytest.mark.parametrize("count", [1, 3])
+def test_hopper_kernel_with_scores_far_apart(count):
+    """Sums follow a new maximum only by steps of 2^8: maxima that rise by more, by less, and not at all."""
+    case = make_case(("v4", "v4"), 64, [*EDGES, (128, 512)], spread=20.0)
+    assert_close(*run(case, wgmma, config=wgmma.LaunchConfig(Splits(count, None))), case)
+
+
+@hopper
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 @pytest.mark.parametrize("block_keys", [64, 32])
 @pytest.mark.parametrize("count", [1, 3])
@@ -351,6 +359,11 @@ def check_single(kernels, record, data, scales):
     kernels.sparse_attention(q, none, KeyList(Records(page, record, 1), slots, lengths), sink, SCALE, out=out)
     expected = codec.decode(record, data, scales).bfloat16().float()
     assert torch.equal(out[0, 0].cpu(), expected[0])
+    kernels.sparse_attention(
+        q, none, KeyList(Records(page, record, 1), slots, lengths), sink, SCALE, batch_invariant=True, out=out
+    )
+    error = (out[0, 0].cpu() - expected[0]).abs().max() / expected.abs().max()
+    assert error < 2**-11, error  # results that are combined are fp16 relative to their row's largest
 
 
 def test_batch_invariant_mode_is_bit_equal_in_any_batch():
