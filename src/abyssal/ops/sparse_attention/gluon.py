@@ -28,8 +28,8 @@ from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, combine, 
 BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them
 NUM_WARPS = 4  # of the role that weighs; four more add the right half
-ADD_REGISTERS = 192
-BRING_REGISTERS = {4: 120, 8: 64}  # by the number of warps that bring records
+ADD_REGISTERS = 160
+BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
 
 # Microseconds, fitted to 25 measured launches of 1 to 16 queries with 640 keys each.
 START_COST = 5.4  # of one program (launch, queries, first records, result)
@@ -295,22 +295,21 @@ def attend_kernel(
     a time. The halves of a block of keys lie in shared memory of their own, with barriers of their own: the scores of one are summed
     while the other is still being widened.
     """
-    q_smem = gl.allocate_shared_memory(gl.bfloat16, [1, 64, D], SHARED)
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
     left = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
     right = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
-    one = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 16], SHARED_NARROW)
+    one = gl.allocate_shared_memory(gl.bfloat16, [64, 16], SHARED_NARROW)
     seen = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK, 16], SHARED_NARROW)
-    tops = gl.allocate_shared_memory(gl.float32, [2, 64], SHARED_ROW)
-    ends = gl.allocate_shared_memory(gl.float32, [8, 64], SHARED_ROW)
+    factors = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
     of_q = Barriers(allocate_barriers(1), allocate_barriers(1))
     of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
     of_right = Barriers(allocate_barriers(2), allocate_barriers(2))
     p_full = allocate_barriers(2)
-    end_full = allocate_barriers(4)
+    of_end = Barriers(allocate_barriers(1), allocate_barriers(1))
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     column = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, NARROW)), 0)
-    one.index(0).store(gl.where(column + gl.zeros([64, 16], gl.int32, NARROW) == 0, 1.0, 0.0).to(gl.bfloat16))
+    one.store(gl.where(column + gl.zeros([64, 16], gl.int32, NARROW) == 0, 1.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
 
@@ -324,14 +323,13 @@ def attend_kernel(
     gl.warp_specialize(
         [
             (
-                attend_half,
-                (0, work, to, queries, sink, scale_log2, q_smem, one, left, right, seen, p_smem, tops, ends, of_q, of_left, of_right, p_full,
-                 end_full, HEAD_BLOCKS, PARTIAL),
+                weigh_and_add,
+                (work, to, sink, scale_log2, q_smem, one, left, right, seen, p_smem, factors, of_q, of_left, of_right, p_full,
+                 of_end, HEAD_BLOCKS, PARTIAL),
             ),
             (
-                attend_half,
-                (1, work, to, queries, sink, scale_log2, q_smem, one, left, right, seen, p_smem, tops, ends, of_q, of_left, of_right, p_full,
-                 end_full, HEAD_BLOCKS, PARTIAL),
+                add_right,
+                (work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS, PARTIAL),
             ),
             (
                 bring_blocks,
@@ -385,163 +383,175 @@ def blocks_of_split(token, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constex
 
 
 @gluon.jit
-def attend_half(
-    SIDE: gl.constexpr, work, to, queries, sink, scale_log2, q_smem, one, left, right, seen, p_smem, tops, ends, of_q, of_left, of_right,
-    p_full, end_full, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
+def weigh_and_add(
+    work, to, sink, scale_log2, q_smem, one, left, right, seen, p_smem, factors, of_q, of_left, of_right, p_full, of_end,
+    HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Weights exp2(score - running maximum) of every other block of a tile, from block SIDE on, and one half of the output."""
+    """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output."""
     BLOCK: gl.constexpr = left.shape[1]
-    OTHER: gl.constexpr = 1 - SIDE
     ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
     gdc_wait()  # launched while the kernel before may still run
-    if SIDE == 0:
-        keys, of_keys = left, of_left
-    else:
-        keys, of_keys = right, of_right
-        copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
-    own_uses = 0  # blocks of earlier tiles that were weighed here
-    other_uses = 0
-    turn = 0  # tiles in turn, of four
+    n = 0  # blocks of earlier tiles
+    parity = 0
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
-        top = gl.full([64], float("-inf"), gl.float32, ROWS)  # of the blocks so far
-        total = gl.zeros([64], gl.float32, ROWS)  # of the blocks that were weighed here
+        top = gl.full([64], float("-inf"), gl.float32, ROWS)
+        total = gl.zeros([64], gl.float32, ROWS)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        mbarrier.wait(of_q.full.index(0), turn % 2)
-        own = (blocks + OTHER) // 2
-        for i in range(own):
-            slot = here(SIDE)
-            scores = multiply(slot, own_uses + i, q_smem, one, left, right, seen, of_left, of_right)
-            begun = i >= OTHER
-            acc, total, top = add_other(1 - slot, other_uses + i - OTHER, begun, top, total, p_smem, keys, acc, tops, p_full)
-            new_top = highest(scores, top, scale_log2)
-            total = decay_rows(total, top, new_top) + soften(slot, scores, new_top, scale_log2, p_smem, tops, p_full)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(of_keys.empty.index(1 - slot), pred=begun)
-            acc = warpgroup_mma(p_smem.index(slot), keys.index(slot), decay(acc, top, new_top), use_acc=begun, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(of_keys.empty.index(slot))
-            top = new_top
-        if SIDE == 0:
+        mbarrier.wait(of_q.full.index(0), parity)
+        if blocks > 0:
+            mbarrier.wait(of_left.full.index(n % 2), n // 2 % 2)
+            scores = multiply_left(q_smem, one, left.index(n % 2), seen.index(n % 4))
+            mbarrier.wait(of_right.full.index(n % 2), n // 2 % 2)
+            scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n % 2), scores)])
+            _, top, total = soften(scores, n, top, total, scale_log2, p_smem, factors, p_full)
+            for block in range(blocks - 1):
+                half = (n + block) % 2
+                phase = (n + block + 1) // 2 % 2
+                acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
+                mbarrier.wait(of_left.full.index(1 - half), phase)
+                scores = multiply_left(q_smem, one, left.index(1 - half), seen.index((n + block + 1) % 4))
+                acc = warpgroup_mma_wait(2, deps=[acc])
+                mbarrier.arrive(of_left.empty.index(half))
+                mbarrier.wait(of_right.full.index(1 - half), phase)
+                scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
+                keep, top, total = soften(scores, n + block + 1, top, total, scale_log2, p_smem, factors, p_full)
+                acc = rescale(acc, gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)))
+            n += blocks
+            half = (n - 1) % 2
             mbarrier.arrive(of_q.empty.index(0))
-        else:
-            mbarrier.wait(of_q.empty.index(0), turn % 2)
-            if tile + gl.num_programs(0) < work.tiles:
-                copy_queries(tile + gl.num_programs(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
-        own_uses += own
-        other_uses += blocks - own
-        if (blocks > 0) & ((blocks + SIDE) % 2 == 0):
-            acc, total, top = add_other(OTHER, other_uses - 1, True, top, total, p_smem, keys, acc, tops, p_full)
+            acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(of_keys.empty.index(OTHER))
+            mbarrier.arrive(of_left.empty.index(half))
+        else:
+            mbarrier.arrive(of_q.empty.index(0))
 
-        first = turn % 2 * 2
-        ends.index(first + SIDE).store(total)
-        if PARTIAL:
-            ends.index(first + SIDE + 4).store(gl.convert_layout(gl.max(gl.abs(acc), axis=1), ROWS))
-        mbarrier.arrive(end_full.index(first + SIDE))
         rows = gl.arange(0, 64, layout=ROWS)
         in_range = rows < work.heads - first_head
         part = part_of(token, split, work, PARTIAL)
         of_rows = part * work.heads + first_head + rows
-        mbarrier.wait(end_full.index(first + OTHER), turn // 2)
-        turn = (turn + 1) % 4
-        total = ends.index(first).load(ROWS) + ends.index(first + 1).load(ROWS)
         b_lse = top + gl.log2(total)  # -inf without keys
         factor = 1.0 / gl.where(total > 0, total, 1.0)
+        mbarrier.wait(of_end.empty.index(0), parity)
         if PARTIAL:
-            largest = gl.maximum(ends.index(first + 4).load(ROWS), ends.index(first + 5).load(ROWS))
-            largest = gl.maximum(largest, 1e-30)
-            if SIDE == 0:
-                gl.store(to.lse + of_rows, b_lse, mask=in_range)
-                gl.store(to.scale + of_rows, largest * factor, mask=in_range)
+            largest = gl.maximum(gl.convert_layout(largest_of_rows(acc), ROWS), factors.index(3).load(ROWS))
+            gl.store(to.lse + of_rows, b_lse, mask=in_range)
+            gl.store(to.scale + of_rows, largest * factor, mask=in_range)
             factor = 1.0 / largest
         else:
             b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
             share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
             factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
-            if SIDE == 0:
-                gl.store(to.lse + of_rows, b_lse * 0.6931471805599453, mask=in_range)
+            gl.store(to.lse + of_rows, b_lse * 0.6931471805599453, mask=in_range)
+        factors.index(2).store(factor)
+        mbarrier.arrive(of_end.full.index(0))
+        parity ^= 1
         if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
             store_half(
-                SIDE, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, part, first_head, work.heads, PARTIAL
+                0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, part, first_head, work.heads, PARTIAL
             )
 
 
 @gluon.jit
-def here(value):
-    """The value, computed here: what depends on it is not kept in registers through a loop."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def multiply(slot, uses, q_smem, one, left, right, seen, of_left, of_right):
-    """Scores of a block, before scaling; those of slots without a record are -inf.
+def multiply_left(q_smem, one, left, seen):
+    """Begin the scores of a block, before scaling, with the left halves of queries and records; of slots without a record they are -inf.
 
     Who brings records has loads of the next block on their way and must not wait for them, as a fence would; so the readers fence.
     """
-    BLOCK: gl.constexpr = left.shape[1]
+    fence_async_shared()
+    BLOCK: gl.constexpr = left.shape[0]
     scores = gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK))
-    mbarrier.wait(of_left.full.index(slot), uses % 2)
-    fence_async_shared()
-    first = here(0)
-    q = q_smem.index(first)
-    scores = warpgroup_mma(
-        one.index(first), seen.index(uses % 2 * 2 + slot).permute((1, 0)), scores, use_acc=False, is_async=True
-    )
-    scores = warpgroup_mma(q.slice(0, HALF, dim=1), left.index(slot).permute((1, 0)), scores, is_async=True)
-    mbarrier.wait(of_right.full.index(slot), uses % 2)
-    fence_async_shared()
-    scores = warpgroup_mma(q.slice(HALF, HALF, dim=1), right.index(slot).permute((1, 0)), scores, is_async=True)
-    return warpgroup_mma_wait(0, deps=[scores])
+    scores = warpgroup_mma(one, seen.permute((1, 0)), scores, use_acc=False, is_async=True)
+    return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, is_async=True)
 
 
 @gluon.jit
-def highest(scores, top, scale_log2):
-    """What weights are relative to from a block on: their maximum so far, but that it follows a new one only by steps of 2^8."""
+def multiply_right(q_smem, right, scores):
+    fence_async_shared()
+    return warpgroup_mma(q_smem.slice(HALF, HALF, dim=1), right.permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def soften(scores, block, top, total, scale_log2, p_smem, factors, p_full):
+    """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sum.
+
+    What weights are relative to follows a new maximum only by steps of 2^8, so that most factors are 1.
+    """
+    half = block % 2
     block_top = gl.max(scores, axis=1) * scale_log2
-    return gl.where(block_top > top + 8.0, block_top, top)
+    new_top = gl.where(block_top > top + 8.0, block_top, top)
+    base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
+    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
+    keep = gl.exp2(top - base)
+    p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
+    factors.index(half).store(keep)
+    fence_async_shared()
+    mbarrier.arrive(p_full.index(half))
+    return keep, new_top, total * keep + gl.sum(weights, axis=1)
 
 
 @gluon.jit
-def decay_rows(values, before, now):
-    """Values relative to a maximum as values relative to a later one; before a key was seen, both may be -inf."""
-    return values * gl.exp2(before - gl.where(now == float("-inf"), 0.0, now))
-
-
-@gluon.jit
-def decay(acc, before, now):
-    """Rows of the output relative to a later maximum. Of 16 rows of a warp it is mostly the same, and they stay as they are."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
-    factor = gl.expand_dims(gl.convert_layout(decay_rows(gl.full_like(now, 1.0), before, now), ROWS), 1)
-    acc, factor = gl.broadcast(acc, factor)
+def rescale(acc, factor):
+    acc, factor = gl.broadcast(acc, gl.expand_dims(factor, 1))
     return gl.inline_asm_elementwise(
         MULTIPLY_WHERE_CHANGED, MULTIPLY_OPERANDS, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
     )
 
 
 @gluon.jit
-def soften(slot, scores, top, scale_log2, p_smem, tops, p_full):
-    """Weights of a block, for both roles, and their sum."""
-    base = gl.where(top == float("-inf"), 0.0, top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
-    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
-    p_smem.index(slot).store(weights.to(gl.bfloat16))  # free: the last block that lay here has left shared memory
-    tops.index(slot).store(top)
-    fence_async_shared()
-    mbarrier.arrive(p_full.index(slot))
-    return gl.sum(weights, axis=1)
+def largest_of_rows(acc):
+    """Largest magnitude of each row; not 0, as rows are divided by it."""
+    return gl.maximum(gl.max(gl.abs(acc), axis=1), 1e-30)
 
 
 @gluon.jit
-def add_other(slot, uses, begun, top, total, p_smem, keys, acc, tops, p_full):
-    """Begin to add a block that the other role has weighed; also the sum of weights and the maximum as of that block."""
-    mbarrier.wait(p_full.index(slot), uses & 1)
-    fence_async_shared()
-    other_top = gl.where(begun, tops.index(slot).load(top.type.layout), top)
-    acc = warpgroup_mma(p_smem.index(slot), keys.index(slot), decay(acc, top, other_top), is_async=True)
-    mbarrier.wait(p_full.index(slot), uses & 1)  # over already: a branch, so that the compiler moves nothing before the product
-    return acc, decay_rows(total, top, other_top), other_top
+def add_right(
+    work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS: gl.constexpr,
+    PARTIAL: gl.constexpr,
+):  # fmt: skip
+    """Add weights times records to the right half of the output; bring queries meanwhile."""
+    gdc_wait()
+    n = 0  # blocks of earlier tiles
+    parity = 0
+    copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+        token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+        BLOCK: gl.constexpr = right.shape[1]
+        blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
+        acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
+        for block in range(
+            blocks
+        ):  # not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2
+            mbarrier.wait(of_right.full.index(half), phase)
+            mbarrier.wait(p_full.index(half), phase)
+            fence_async_shared()
+            acc = rescale(acc, factors.index(half).load(gl.SliceLayout(1, OUTPUT)))
+            acc = warpgroup_mma(p_smem.index(half), right.index(half), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(of_right.empty.index(half))
+        n += blocks
+
+        mbarrier.wait(of_q.empty.index(0), parity)
+        if tile + gl.num_programs(0) < work.tiles:
+            copy_queries(tile + gl.num_programs(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+        if PARTIAL:
+            factors.index(3).store(largest_of_rows(acc))
+        mbarrier.arrive(of_end.empty.index(0))
+        mbarrier.wait(of_end.full.index(0), parity)
+        parity ^= 1
+        factor = factors.index(2).load(gl.SliceLayout(1, OUTPUT))
+        if not PARTIAL or blocks > 0:
+            part = part_of(token, split, work, PARTIAL)
+            store_half(1, acc, factor, to, token, part, first_head, work.heads, PARTIAL)
+
+
+@gluon.jit
+def here(value):
+    """The value, computed here: what depends on it is not kept in registers through a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -580,7 +590,7 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
         columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
         pointers = gl.expand_dims(q_rows, 1) + gl.expand_dims(columns, 0)
         mask = gl.expand_dims(rows < work.heads - first_head, 1)
-        async_copy.async_copy_global_to_shared(q_smem.index(0).slice(side * HALF, HALF, dim=1), pointers, mask=mask)
+        async_copy.async_copy_global_to_shared(q_smem.slice(side * HALF, HALF, dim=1), pointers, mask=mask)
     async_copy.mbarrier_arrive(q_full.index(0))
     mbarrier.arrive(q_full.index(0))
 
@@ -593,7 +603,7 @@ def bring_blocks(
 ):  # fmt: skip
     """Bring queries, and the records of both lists as bf16, block by block, to shared memory."""
     BLOCK: gl.constexpr = left.shape[1]
-    uses = 0, 0  # of the two places in shared memory by earlier tiles
+    n = 0  # blocks of earlier tiles
     gdc_wait()
     ahead = first_of_tile(gl.program_id(0), work, window, entries, BLOCK, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
@@ -607,9 +617,9 @@ def bring_blocks(
             gl.minimum(tile + gl.num_programs(0), work.tiles - 1), work, window, entries, BLOCK, HEAD_BLOCKS, PARTIAL
         )
         pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
-        bring_tile(uses, blocks, first_slots, slots, lists, pools, left, right, seen, of_left, of_right, WINDOW, ENTRIES,
+        bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, seen, of_left, of_right, WINDOW, ENTRIES,
                    WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
-        uses = uses[0] + (blocks + 1) // 2, uses[1] + blocks // 2
+        n += blocks
 
 
 @gluon.jit
@@ -646,7 +656,7 @@ def lists_of_tile(
 
 @gluon.jit
 def bring_tile(
-    uses, blocks, first_slots, slots, lists, pools, left, right, seen, of_left, of_right,
+    n, blocks, first_slots, slots, lists, pools, left, right, seen, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Bring a tile's records, n blocks after those of the program's first.
@@ -658,18 +668,18 @@ def bring_tile(
     """
     BLOCK: gl.constexpr = left.shape[1]
     window_blocks = lists[4]
-    where = locate(0, uses, first_slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    where = locate(0, n, first_slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
     if WINDOW.grid is None:
         for block in range(blocks):
-            half = block % 2
-            phase = use_of(block, uses) % 2 ^ 1
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2 ^ 1
             mbarrier.wait(of_left.empty.index(half), phase)
             copy_half(0, where, left.index(half))
             async_copy.mbarrier_arrive(of_left.full.index(half))
             mbarrier.wait(of_right.empty.index(half), phase)
             copy_half(1, where, right.index(half))
             async_copy.mbarrier_arrive(of_right.full.index(half))
-            where = locate(block + 1, uses, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(block + 1, n, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             slots = block_slots(block + 2, lists, BLOCK)
             mbarrier.arrive(of_left.full.index(half))
             mbarrier.arrive(of_right.full.index(half))
@@ -679,26 +689,20 @@ def bring_tile(
         left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
         right_codes, right_scales = load_half(1, where, nothing, WINDOW, ENTRIES)
         for block in range(blocks):
-            half = block % 2
-            phase = use_of(block, uses) % 2 ^ 1
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2 ^ 1
             in_window = block < window_blocks
             mbarrier.wait(of_left.empty.index(half), phase)
             next_slots = block_slots(block + 2, lists, BLOCK)
             convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_left.full.index(half))
-            where = locate(block + 1, uses, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(block + 1, n, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             left_codes, left_scales = load_half(0, where, (right_scales[0] & never) * 16, WINDOW, ENTRIES)
             mbarrier.wait(of_right.empty.index(half), phase)
             convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_right.full.index(half))
             right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
             slots = next_slots
-
-
-@gluon.jit
-def use_of(block, uses):
-    """How often a block's place in shared memory was used before."""
-    return block // 2 + gl.where(block % 2 == 0, uses[0], uses[1])
 
 
 @gluon.jit
@@ -713,7 +717,7 @@ def block_slots(block, lists, BLOCK: gl.constexpr):
 
 @gluon.jit
 def locate(
-    block, uses, slots, pools, seen, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
+    block, n, slots, pools, seen, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Where records lie, how far from there their scales, and whether they are of the window.
@@ -725,7 +729,7 @@ def locate(
     PAIRS_OF_ROW: gl.constexpr = gl.SliceLayout(2, code_layout(4, gl.num_warps(), KEYS))
     v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, PAIRS_OF_ROW)), 0)
     words = gl.where((gl.expand_dims(slots, 1) < 0) & (v == 0), 0xFF80, 0)  # -inf
-    seen.index(use_of(block, uses) % 2 * 2 + block % 2)._reinterpret(gl.int32, [KEYS, 8], SHARED_NARROW_WORDS).store(words)
+    seen.index((n + block) % 4)._reinterpret(gl.int32, [KEYS, 8], SHARED_NARROW_WORDS).store(words)
     window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
     in_window = block < window_blocks
     slot = gl.maximum(slots, 0)
