@@ -119,6 +119,7 @@ def sparse_attention(
         tiles,
         splits.count,
         splits.blocks or 0,
+        0,
         D=HEAD_DIM,
         WINDOW=window.records.layout,
         ENTRIES=entries.records.layout,
@@ -244,7 +245,7 @@ def code_layout(words, num_warps, block):
     return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [block, 8, words])
 
 
-@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
+@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks", "never"])
 def attend_kernel(
     q,
     q_stride_t,
@@ -275,6 +276,7 @@ def attend_kernel(
     tiles,
     count,
     split_blocks,
+    never,
     D: gl.constexpr,
     WINDOW: gl.constexpr,
     ENTRIES: gl.constexpr,
@@ -333,8 +335,8 @@ def attend_kernel(
             ),
             (
                 bring_blocks,
-                (work, window, entries, zeros, left, right, seen, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE,
-                 HEAD_BLOCKS, PARTIAL),
+                (work, window, entries, zeros, never, left, right, seen, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
+                 ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
             ),
         ],
         [4, BRING_WARPS],
@@ -597,55 +599,33 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
 
 @gluon.jit
 def bring_blocks(
-    work, window, entries, zeros, left, right, seen, of_left, of_right,
+    work, window, entries, zeros, never, left, right, seen, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Bring queries, and the records of both lists as bf16, block by block, to shared memory."""
     BLOCK: gl.constexpr = left.shape[1]
-    n = 0  # blocks of earlier tiles
+    turn = 0  # blocks in turn, of four
     gdc_wait()
-    ahead = first_of_tile(gl.program_id(0), work, window, entries, BLOCK, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
-        window_length, entry_length, first_slots, slots = ahead
-        lists, blocks = lists_of_tile(tile, window.width, entries.width, work, window, entries, BLOCK, HEAD_BLOCKS, PARTIAL)
+        token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
+        rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
+        window_length = gl.load(work.window_lengths + token)
+        entry_length = gl.load(work.entry_lengths + token)
+        # Most lists are full: their slots need not wait for the lengths.
+        lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
+        slots = block_slots(0, lists, BLOCK)
         if (window_length < window.width) | (entry_length < entries.width):
-            lists, blocks = lists_of_tile(tile, window_length, entry_length, work, window, entries, BLOCK, HEAD_BLOCKS, PARTIAL)
-            first_slots = block_slots(0, lists, BLOCK)
-            slots = block_slots(1, lists, BLOCK)
-        ahead = first_of_tile(
-            gl.minimum(tile + gl.num_programs(0), work.tiles - 1), work, window, entries, BLOCK, HEAD_BLOCKS, PARTIAL
-        )
+            lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, PARTIAL)
+            slots = block_slots(0, lists, BLOCK)
         pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
-        bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, seen, of_left, of_right, WINDOW, ENTRIES,
-                   WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
-        n += blocks
+        turn = bring_tile(turn, blocks, slots, lists, pools, never, left, right, seen, of_left, of_right, WINDOW, ENTRIES,
+                          WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
 
 
 @gluon.jit
-def first_of_tile(tile, work, window, entries, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
-    """Lengths of a tile's lists, and slots of its first two blocks if they are full, as most are: slots need not wait for lengths."""
-    token = place(tile, work, HEAD_BLOCKS, PARTIAL)[0]
-    lists, _ = lists_of_tile(tile, window.width, entries.width, work, window, entries, BLOCK, HEAD_BLOCKS, PARTIAL)
-    lengths = gl.load(work.window_lengths + token), gl.load(work.entry_lengths + token)
-    return lengths[0], lengths[1], block_slots(0, lists, BLOCK), block_slots(1, lists, BLOCK)
-
-
-@gluon.jit
-def lists_of_tile(
-    tile,
-    window_length,
-    entry_length,
-    work,
-    window,
-    entries,
-    BLOCK: gl.constexpr,
-    HEAD_BLOCKS: gl.constexpr,
-    PARTIAL: gl.constexpr,
-):
+def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
     """Both lists as if slot 0 of either were the first of all blocks of a split, none reaching beyond its last; and its blocks."""
-    token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
-    rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
     window_blocks = (window_length + BLOCK - 1) // BLOCK
     first, blocks = split_range(split, window_blocks + (entry_length + BLOCK - 1) // BLOCK, work, PARTIAL)
     window_blocks = window_blocks - first
@@ -656,53 +636,52 @@ def lists_of_tile(
 
 @gluon.jit
 def bring_tile(
-    n, blocks, first_slots, slots, lists, pools, left, right, seen, of_left, of_right,
+    turn, blocks, slots, lists, pools, never, left, right, seen, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Bring a tile's records, n blocks after those of the program's first.
+    """Bring a tile's records; `turn` counts blocks, modulo four. The count after this tile.
 
-    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them. The compiler
-    gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So the loads of a half are issued when
-    those of the other have come: their addresses depend on it through `never`, a zero that the compiler does not know. Of the first
-    block both come at once.
+    Codes of one half of a block are on their way while those of the other are widened, and slots ahead of them. The compiler gives all
+    these loads one scoreboard, so whoever waits for one waits for all that were issued, and so does a register that was spilled. So the
+    loads of a half are issued when those of the other have come: their addresses depend on it through `never`, a zero that the compiler
+    does not know. Of the first block both come at once.
     """
     BLOCK: gl.constexpr = left.shape[1]
     window_blocks = lists[4]
-    where = locate(0, n, first_slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    where = locate(0, turn, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
     if WINDOW.grid is None:
         for block in range(blocks):
-            half = (n + block) % 2
-            phase = (n + block) // 2 % 2 ^ 1
+            half, phase = turn % 2, turn // 2 ^ 1
+            turn = (turn + 1) % 4
+            slots = block_slots(block + 1, lists, BLOCK)
             mbarrier.wait(of_left.empty.index(half), phase)
             copy_half(0, where, left.index(half))
             async_copy.mbarrier_arrive(of_left.full.index(half))
             mbarrier.wait(of_right.empty.index(half), phase)
             copy_half(1, where, right.index(half))
             async_copy.mbarrier_arrive(of_right.full.index(half))
-            where = locate(block + 1, n, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            slots = block_slots(block + 2, lists, BLOCK)
+            where = locate(block + 1, turn, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             mbarrier.arrive(of_left.full.index(half))
             mbarrier.arrive(of_right.full.index(half))
     else:
         nothing = gl.zeros([BLOCK, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))
-        never = gl.program_id(1)
         left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
         right_codes, right_scales = load_half(1, where, nothing, WINDOW, ENTRIES)
         for block in range(blocks):
-            half = (n + block) % 2
-            phase = (n + block) // 2 % 2 ^ 1
+            half, phase = turn % 2, turn // 2 ^ 1
+            turn = (turn + 1) % 4
             in_window = block < window_blocks
+            slots = block_slots(block + 1, lists, BLOCK)
             mbarrier.wait(of_left.empty.index(half), phase)
-            next_slots = block_slots(block + 2, lists, BLOCK)
             convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_left.full.index(half))
-            where = locate(block + 1, n, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(block + 1, turn, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             left_codes, left_scales = load_half(0, where, (right_scales[0] & never) * 16, WINDOW, ENTRIES)
             mbarrier.wait(of_right.empty.index(half), phase)
             convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_right.full.index(half))
             right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
-            slots = next_slots
+    return turn
 
 
 @gluon.jit
@@ -711,13 +690,13 @@ def block_slots(block, lists, BLOCK: gl.constexpr):
     window_row, window_end, entry_row, entry_end, window_blocks = lists
     in_window = block < window_blocks
     KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))  # one value per key
-    n = block * BLOCK + gl.arange(0, BLOCK, layout=KEYS)
+    n = block * BLOCK + here(gl.arange(0, BLOCK, layout=KEYS))
     return gl.load((window_row if in_window else entry_row) + n, mask=n < (window_end if in_window else entry_end), other=-1)
 
 
 @gluon.jit
 def locate(
-    block, n, slots, pools, seen, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
+    block, turn, slots, pools, seen, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Where records lie, how far from there their scales, and whether they are of the window.
@@ -729,7 +708,7 @@ def locate(
     PAIRS_OF_ROW: gl.constexpr = gl.SliceLayout(2, code_layout(4, gl.num_warps(), KEYS))
     v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, PAIRS_OF_ROW)), 0)
     words = gl.where((gl.expand_dims(slots, 1) < 0) & (v == 0), 0xFF80, 0)  # -inf
-    seen.index((n + block) % 4)._reinterpret(gl.int32, [KEYS, 8], SHARED_NARROW_WORDS).store(words)
+    seen.index(turn)._reinterpret(gl.int32, [KEYS, 8], SHARED_NARROW_WORDS).store(words)
     window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
     in_window = block < window_blocks
     slot = gl.maximum(slots, 0)
@@ -801,7 +780,7 @@ def load_words(data, after, LAYOUT: gl.constexpr, TURNED: gl.constexpr = False):
     """
     WORDS: gl.constexpr = LAYOUT.shape[2]
     data = gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
-    v = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
+    v = gl.expand_dims(gl.expand_dims(here(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))), 0), 2)
     w = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
     if TURNED:
         v = v * 2 % 8 + v // 4
@@ -981,7 +960,7 @@ def aot_cases() -> list[AotCase]:
     pointers |= dict.fromkeys(("sink", "lse", "partial_lse", "partial_scale"), "*fp32") | {"partial_out": "*fp16"}
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
-    numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks")
+    numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks", "never")
     signature = pointers | dict.fromkeys(numbers, "i32") | {"scale_log2": "fp32"}
 
     def attend(pair: tuple[str, str], count: int, keys: int = BLOCK_KEYS) -> AotCase:
