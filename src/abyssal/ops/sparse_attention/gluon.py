@@ -671,8 +671,8 @@ def bring_tile(
             half, phase = turn % 2, turn // 2 ^ 1
             turn = (turn + 1) % 4
             in_window = block < window_blocks
-            slots = block_slots(block + 1, lists, BLOCK)
             mbarrier.wait(of_left.empty.index(half), phase)
+            slots = block_slots(block + 1, lists, BLOCK)
             convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_left.full.index(half))
             where = locate(block + 1, turn, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
