@@ -276,7 +276,7 @@ def attend_kernel(
     tiles,
     count,
     split_blocks,
-    never,
+    never,  # 0
     D: gl.constexpr,
     WINDOW: gl.constexpr,
     ENTRIES: gl.constexpr,
@@ -291,8 +291,8 @@ def attend_kernel(
 ):
     """Tiles of 64 heads of one token over one split of its key blocks, as a program of `attend_kernel` in Triton has one.
 
-    Three roles run side by side: BRING_WARPS warps bring queries and records to shared memory as bf16, four turn records into weights
-    and add weighted records to the left half of the output, four add to the right half. Every role goes through the program's tiles by
+    Three roles run side by side: BRING_WARPS warps bring records to shared memory as bf16, four turn records into weights and add
+    weighted records to the left half of the output, four add to the right half and bring queries. Every role goes through the program's tiles by
     itself, so that records of the next tile come while results of this one leave. Two blocks of keys and of weights are on their way at
     a time. The halves of a block of keys lie in shared memory of their own, with barriers of their own: the scores of one are summed
     while the other is still being widened.
@@ -495,6 +495,7 @@ def soften(scores, block, top, total, scale_log2, p_smem, factors, p_full):
 
 @gluon.jit
 def rescale(acc, factor):
+    """Rows of the output times their factors."""
     acc, factor = gl.broadcast(acc, gl.expand_dims(factor, 1))
     return gl.inline_asm_elementwise(
         MULTIPLY_WHERE_CHANGED, MULTIPLY_OPERANDS, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
@@ -522,9 +523,8 @@ def add_right(
         BLOCK: gl.constexpr = right.shape[1]
         blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        for block in range(
-            blocks
-        ):  # not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant
+        # Not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant.
+        for block in range(blocks):
             half = (n + block) % 2
             phase = (n + block) // 2 % 2
             mbarrier.wait(of_right.full.index(half), phase)
@@ -603,7 +603,7 @@ def bring_blocks(
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring queries, and the records of both lists as bf16, block by block, to shared memory."""
+    """Bring the records of both lists as bf16, block by block, to shared memory."""
     BLOCK: gl.constexpr = left.shape[1]
     turn = 0  # blocks in turn, of four
     gdc_wait()
@@ -969,7 +969,7 @@ def aot_cases() -> list[AotCase]:
         constants |= {"PARTIAL": count > 1, "HEAD_BLOCKS": 1, "BLOCK": keys}
         constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
         name = f"sparse_attention gluon {'+'.join(pair)} k{keys} splits {count}"
-        reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
+        reason = "addresses that are used once per tile"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
 
     return [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS]
