@@ -214,7 +214,7 @@ def test_hopper_kernel_at_real_sizes(pair, heads):
 @hopper
 @pytest.mark.parametrize("count", [1, 3])
 def test_hopper_kernel_with_scores_far_apart(count):
-    """Sums follow a new maximum only by steps of 2^8: maxima that rise by more, by less, and not at all."""
+    """Maxima that rise by much from block to block, by little, and not at all."""
     case = make_case(("v4", "v4"), 64, [*EDGES, (128, 512)], spread=20.0)
     assert_close(*run(case, wgmma, config=wgmma.LaunchConfig(Splits(count, None))), case)
 

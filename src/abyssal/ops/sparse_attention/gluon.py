@@ -119,7 +119,6 @@ def sparse_attention(
         tiles,
         splits.count,
         splits.blocks or 0,
-        0,
         D=HEAD_DIM,
         WINDOW=window.records.layout,
         ENTRIES=entries.records.layout,
@@ -158,20 +157,8 @@ def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor
 LANES = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [0, 4, 0], [2, 0, 0]]
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-# Products of 32 values and factors, unless the factors of all threads of a warp are 1; four values in turn are of two rows.
-MULTIPLY_WHERE_CHANGED = gl.constexpr(
-    "{ .reg .pred p, q; setp.neu.f32 p, $64, 0f3F800000; setp.neu.f32 q, $66, 0f3F800000; or.pred p, p, q; "
-    + "vote.sync.any.pred p, p, 0xffffffff; "
-    + " ".join(f"mov.b32 ${i}, ${i + 32};" for i in range(32))
-    + " @!p bra.uni SAME; "
-    + " ".join(f"mul.f32 ${i}, ${i}, ${i + 64};" for i in range(32))
-    + " SAME: }"
-)
-MULTIPLY_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
-SHARED_NARROW = gl.constexpr(gl.NVMMASharedLayout(32, 16, rank=2))
-SHARED_NARROW_WORDS = gl.constexpr(gl.NVMMASharedLayout(32, 32, rank=2))
 SHARED_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -245,7 +232,7 @@ def code_layout(words, num_warps, block):
     return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [block, 8, words])
 
 
-@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks", "never"])
+@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
 def attend_kernel(
     q,
     q_stride_t,
@@ -276,7 +263,6 @@ def attend_kernel(
     tiles,
     count,
     split_blocks,
-    never,  # 0
     D: gl.constexpr,
     WINDOW: gl.constexpr,
     ENTRIES: gl.constexpr,
@@ -291,8 +277,8 @@ def attend_kernel(
 ):
     """Tiles of 64 heads of one token over one split of its key blocks, as a program of `attend_kernel` in Triton has one.
 
-    Three roles run side by side: BRING_WARPS warps bring records to shared memory as bf16, four turn records into weights and add
-    weighted records to the left half of the output, four add to the right half and bring queries. Every role goes through the program's tiles by
+    Three roles run side by side: BRING_WARPS warps bring queries and records to shared memory as bf16, four turn records into weights
+    and add weighted records to the left half of the output, four add to the right half. Every role goes through the program's tiles by
     itself, so that records of the next tile come while results of this one leave. Two blocks of keys and of weights are on their way at
     a time. The halves of a block of keys lie in shared memory of their own, with barriers of their own: the scores of one are summed
     while the other is still being widened.
@@ -301,18 +287,15 @@ def attend_kernel(
     left = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
     right = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
-    one = gl.allocate_shared_memory(gl.bfloat16, [64, 16], SHARED_NARROW)
-    seen = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK, 16], SHARED_NARROW)
+    bias = gl.allocate_shared_memory(gl.float32, [4, BLOCK], SHARED_ROW)
     factors = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
     of_q = Barriers(allocate_barriers(1), allocate_barriers(1))
     of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
     of_right = Barriers(allocate_barriers(2), allocate_barriers(2))
-    p_full = allocate_barriers(2)
     of_end = Barriers(allocate_barriers(1), allocate_barriers(1))
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    column = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, NARROW)), 0)
-    one.store(gl.where(column + gl.zeros([64, 16], gl.int32, NARROW) == 0, 1.0, 0.0).to(gl.bfloat16))
+    p_full = allocate_barriers(2)
     fence_async_shared()
+    gdc_wait()  # launched while the kernel before may still run
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
 
     work = Work(window_lengths, entry_lengths, H, tiles, count, split_blocks)
@@ -326,8 +309,8 @@ def attend_kernel(
         [
             (
                 weigh_and_add,
-                (work, to, sink, scale_log2, q_smem, one, left, right, seen, p_smem, factors, of_q, of_left, of_right, p_full,
-                 of_end, HEAD_BLOCKS, PARTIAL),
+                (work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, of_q, of_left, of_right, p_full, of_end,
+                 HEAD_BLOCKS, PARTIAL),
             ),
             (
                 add_right,
@@ -335,8 +318,8 @@ def attend_kernel(
             ),
             (
                 bring_blocks,
-                (work, window, entries, zeros, never, left, right, seen, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
-                 ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
+                (work, queries, window, entries, zeros, q_smem, left, right, bias, of_q, of_left, of_right, WINDOW, ENTRIES,
+                 WINDOW_PER_PAGE, ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
             ),
         ],
         [4, BRING_WARPS],
@@ -386,13 +369,12 @@ def blocks_of_split(token, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constex
 
 @gluon.jit
 def weigh_and_add(
-    work, to, sink, scale_log2, q_smem, one, left, right, seen, p_smem, factors, of_q, of_left, of_right, p_full, of_end,
+    work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, of_q, of_left, of_right, p_full, of_end,
     HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output."""
     BLOCK: gl.constexpr = left.shape[1]
     ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
-    gdc_wait()  # launched while the kernel before may still run
     n = 0  # blocks of earlier tiles
     parity = 0
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
@@ -404,22 +386,22 @@ def weigh_and_add(
         mbarrier.wait(of_q.full.index(0), parity)
         if blocks > 0:
             mbarrier.wait(of_left.full.index(n % 2), n // 2 % 2)
-            scores = multiply_left(q_smem, one, left.index(n % 2), seen.index(n % 4))
+            scores = multiply_left(q_smem, left.index(n % 2))
             mbarrier.wait(of_right.full.index(n % 2), n // 2 % 2)
             scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n % 2), scores)])
-            _, top, total = soften(scores, n, top, total, scale_log2, p_smem, factors, p_full)
+            _, top, total = soften(scores, n, top, total, scale_log2, p_smem, bias, factors, p_full)
             for block in range(blocks - 1):
                 half = (n + block) % 2
                 phase = (n + block + 1) // 2 % 2
                 acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
                 mbarrier.wait(of_left.full.index(1 - half), phase)
-                scores = multiply_left(q_smem, one, left.index(1 - half), seen.index((n + block + 1) % 4))
-                acc = warpgroup_mma_wait(2, deps=[acc])
+                scores = multiply_left(q_smem, left.index(1 - half))
+                acc = warpgroup_mma_wait(1, deps=[acc])
                 mbarrier.arrive(of_left.empty.index(half))
                 mbarrier.wait(of_right.full.index(1 - half), phase)
                 scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
-                keep, top, total = soften(scores, n + block + 1, top, total, scale_log2, p_smem, factors, p_full)
-                acc = rescale(acc, gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)))
+                keep, top, total = soften(scores, n + block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
+                acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
             n += blocks
             half = (n - 1) % 2
             mbarrier.arrive(of_q.empty.index(0))
@@ -429,77 +411,28 @@ def weigh_and_add(
         else:
             mbarrier.arrive(of_q.empty.index(0))
 
+        b_lse = top + gl.log2(total)  # -inf without keys
+        factor = 1.0 / gl.where(total > 0, total, 1.0)
         rows = gl.arange(0, 64, layout=ROWS)
         in_range = rows < work.heads - first_head
         part = part_of(token, split, work, PARTIAL)
         of_rows = part * work.heads + first_head + rows
-        b_lse = top + gl.log2(total)  # -inf without keys
-        factor = 1.0 / gl.where(total > 0, total, 1.0)
-        mbarrier.wait(of_end.empty.index(0), parity)
-        if PARTIAL:
-            largest = gl.maximum(gl.convert_layout(largest_of_rows(acc), ROWS), factors.index(3).load(ROWS))
-            gl.store(to.lse + of_rows, b_lse, mask=in_range)
-            gl.store(to.scale + of_rows, largest * factor, mask=in_range)
-            factor = 1.0 / largest
-        else:
+        if not PARTIAL:
             b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
             share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
             factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
-            gl.store(to.lse + of_rows, b_lse * 0.6931471805599453, mask=in_range)
+        mbarrier.wait(of_end.empty.index(0), parity)
+        if PARTIAL:
+            largest = gl.maximum(gl.convert_layout(largest_of_rows(acc), ROWS), factors.index(3).load(ROWS))
+            gl.store(to.scale + of_rows, largest * factor, mask=in_range)
+            factor = 1.0 / largest
         factors.index(2).store(factor)
         mbarrier.arrive(of_end.full.index(0))
         parity ^= 1
+        gl.store(to.lse + of_rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=in_range)
         if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-            store_half(
-                0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, part, first_head, work.heads, PARTIAL
-            )
-
-
-@gluon.jit
-def multiply_left(q_smem, one, left, seen):
-    """Begin the scores of a block, before scaling, with the left halves of queries and records; of slots without a record they are -inf.
-
-    Who brings records has loads of the next block on their way and must not wait for them, as a fence would; so the readers fence.
-    """
-    fence_async_shared()
-    BLOCK: gl.constexpr = left.shape[0]
-    scores = gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK))
-    scores = warpgroup_mma(one, seen.permute((1, 0)), scores, use_acc=False, is_async=True)
-    return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, is_async=True)
-
-
-@gluon.jit
-def multiply_right(q_smem, right, scores):
-    fence_async_shared()
-    return warpgroup_mma(q_smem.slice(HALF, HALF, dim=1), right.permute((1, 0)), scores, is_async=True)
-
-
-@gluon.jit
-def soften(scores, block, top, total, scale_log2, p_smem, factors, p_full):
-    """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sum.
-
-    What weights are relative to follows a new maximum only by steps of 2^8, so that most factors are 1.
-    """
-    half = block % 2
-    block_top = gl.max(scores, axis=1) * scale_log2
-    new_top = gl.where(block_top > top + 8.0, block_top, top)
-    base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
-    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
-    keep = gl.exp2(top - base)
-    p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
-    factors.index(half).store(keep)
-    fence_async_shared()
-    mbarrier.arrive(p_full.index(half))
-    return keep, new_top, total * keep + gl.sum(weights, axis=1)
-
-
-@gluon.jit
-def rescale(acc, factor):
-    """Rows of the output times their factors."""
-    acc, factor = gl.broadcast(acc, gl.expand_dims(factor, 1))
-    return gl.inline_asm_elementwise(
-        MULTIPLY_WHERE_CHANGED, MULTIPLY_OPERANDS, [acc, factor], dtype=gl.float32, is_pure=True, pack=32
-    )
+            of_acc = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
+            store_half(0, acc, of_acc, to, token, part, first_head, work.heads, PARTIAL)
 
 
 @gluon.jit
@@ -509,12 +442,54 @@ def largest_of_rows(acc):
 
 
 @gluon.jit
+def part_of(token, split, work, PARTIAL: gl.constexpr):
+    """Index of a tile's part among all parts; without splits, of its token."""
+    if PARTIAL:
+        return token.to(gl.int64) * work.count + split
+    else:
+        return token.to(gl.int64)
+
+
+@gluon.jit
+def multiply_left(q_smem, left):
+    """Begin the scores of a block, before scaling, with the left halves of queries and records.
+
+    Who brings records has loads of the next block on their way and must not wait for them, as a fence would; so the readers fence.
+    """
+    fence_async_shared()
+    BLOCK: gl.constexpr = left.shape[0]
+    scores = gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK))
+    return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_right(q_smem, right, scores):
+    fence_async_shared()
+    return warpgroup_mma(q_smem.slice(HALF, HALF, dim=1), right.permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full):
+    """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sum."""
+    half = block % 2
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    scores = scores * scale_log2 + gl.expand_dims(bias.index(block % 4).load(COLUMNS), 0)
+    new_top = gl.maximum(top, gl.max(scores, axis=1))
+    base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
+    weights = gl.exp2(scores - gl.expand_dims(base, 1))
+    keep = gl.exp2(top - base)
+    p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
+    factors.index(half).store(keep)
+    fence_async_shared()
+    mbarrier.arrive(p_full.index(half))
+    return keep, new_top, total * keep + gl.sum(weights, axis=1)
+
+
+@gluon.jit
 def add_right(
-    work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS: gl.constexpr,
-    PARTIAL: gl.constexpr,
+    work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr
 ):  # fmt: skip
-    """Add weights times records to the right half of the output; bring queries meanwhile."""
-    gdc_wait()
+    """Add weights times records to the right half of the output; bring the first tile's queries, as there is nothing to add yet."""
     n = 0  # blocks of earlier tiles
     parity = 0
     copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
@@ -523,22 +498,20 @@ def add_right(
         BLOCK: gl.constexpr = right.shape[1]
         blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        # Not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant.
-        for block in range(blocks):
+        for block in range(
+            blocks
+        ):  # not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant
             half = (n + block) % 2
             phase = (n + block) // 2 % 2
             mbarrier.wait(of_right.full.index(half), phase)
             mbarrier.wait(p_full.index(half), phase)
             fence_async_shared()
-            acc = rescale(acc, factors.index(half).load(gl.SliceLayout(1, OUTPUT)))
+            acc = acc * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
             acc = warpgroup_mma(p_smem.index(half), right.index(half), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(of_right.empty.index(half))
         n += blocks
 
-        mbarrier.wait(of_q.empty.index(0), parity)
-        if tile + gl.num_programs(0) < work.tiles:
-            copy_queries(tile + gl.num_programs(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
         if PARTIAL:
             factors.index(3).store(largest_of_rows(acc))
         mbarrier.arrive(of_end.empty.index(0))
@@ -548,21 +521,6 @@ def add_right(
         if not PARTIAL or blocks > 0:
             part = part_of(token, split, work, PARTIAL)
             store_half(1, acc, factor, to, token, part, first_head, work.heads, PARTIAL)
-
-
-@gluon.jit
-def here(value):
-    """The value, computed here: what depends on it is not kept in registers through a loop."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def part_of(token, split, work, PARTIAL: gl.constexpr):
-    """Index of a tile's part among all parts; without splits, of its token."""
-    if PARTIAL:
-        return token.to(gl.int64) * work.count + split
-    else:
-        return token.to(gl.int64)
 
 
 @gluon.jit
@@ -585,8 +543,9 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
     """Begin to copy a tile's queries to shared memory."""
     token, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     # Volatile: what depends on it is computed here, and not kept in registers through the loop over tiles.
-    rows = here(gl.arange(0, 64, layout=gl.SliceLayout(1, COPY)))
+    rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
     q_rows = queries.rows + token.to(gl.int64) * queries.stride_t + (first_head + rows).to(gl.int64) * queries.stride_h
     for side in gl.static_range(2):
         columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
@@ -599,14 +558,14 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
 
 @gluon.jit
 def bring_blocks(
-    work, window, entries, zeros, never, left, right, seen, of_left, of_right,
+    work, queries, window, entries, zeros, q_smem, left, right, bias, of_q, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring the records of both lists as bf16, block by block, to shared memory."""
+    """Bring queries, and the records of both lists as bf16, block by block, to shared memory."""
     BLOCK: gl.constexpr = left.shape[1]
-    turn = 0  # blocks in turn, of four
-    gdc_wait()
+    n = 0  # blocks of earlier tiles
+    parity = 0
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
         rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
@@ -614,13 +573,20 @@ def bring_blocks(
         entry_length = gl.load(work.entry_lengths + token)
         # Most lists are full: their slots need not wait for the lengths.
         lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
-        slots = block_slots(0, lists, BLOCK)
+        first_slots = block_slots(0, lists, BLOCK)
+        slots = block_slots(1, lists, BLOCK)
+        if tile >= gl.num_programs(0):
+            mbarrier.wait(of_q.empty.index(0), parity)
+            parity ^= 1
+            copy_queries(tile, queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
         if (window_length < window.width) | (entry_length < entries.width):
             lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, PARTIAL)
-            slots = block_slots(0, lists, BLOCK)
+            first_slots = block_slots(0, lists, BLOCK)
+            slots = block_slots(1, lists, BLOCK)
         pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
-        turn = bring_tile(turn, blocks, slots, lists, pools, never, left, right, seen, of_left, of_right, WINDOW, ENTRIES,
-                          WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+        bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
+                   ENTRIES_PER_PAGE)  # fmt: skip
+        n += blocks
 
 
 @gluon.jit
@@ -636,52 +602,54 @@ def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.con
 
 @gluon.jit
 def bring_tile(
-    turn, blocks, slots, lists, pools, never, left, right, seen, of_left, of_right,
+    n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Bring a tile's records; `turn` counts blocks, modulo four. The count after this tile.
+    """Bring a tile's records, n blocks after those of the program's first.
 
-    Codes of one half of a block are on their way while those of the other are widened, and slots ahead of them. The compiler gives all
-    these loads one scoreboard, so whoever waits for one waits for all that were issued, and so does a register that was spilled. So the
-    loads of a half are issued when those of the other have come: their addresses depend on it through `never`, a zero that the compiler
-    does not know. Of the first block both come at once.
+    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them. The compiler
+    gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So the loads of a half are issued when
+    those of the other have come: their addresses depend on it through `never`, a zero that the compiler does not know. Before the
+    loop, too, or it would wait at the loop's head.
     """
     BLOCK: gl.constexpr = left.shape[1]
     window_blocks = lists[4]
-    where = locate(0, turn, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    where = locate(0, n, first_slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
     if WINDOW.grid is None:
         for block in range(blocks):
-            half, phase = turn % 2, turn // 2 ^ 1
-            turn = (turn + 1) % 4
-            slots = block_slots(block + 1, lists, BLOCK)
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2 ^ 1
             mbarrier.wait(of_left.empty.index(half), phase)
             copy_half(0, where, left.index(half))
             async_copy.mbarrier_arrive(of_left.full.index(half))
             mbarrier.wait(of_right.empty.index(half), phase)
             copy_half(1, where, right.index(half))
             async_copy.mbarrier_arrive(of_right.full.index(half))
-            where = locate(block + 1, turn, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            slots = block_slots(block + 2, lists, BLOCK)
             mbarrier.arrive(of_left.full.index(half))
             mbarrier.arrive(of_right.full.index(half))
     else:
         nothing = gl.zeros([BLOCK, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))
+        never = gl.program_id(1)
         left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
-        right_codes, right_scales = load_half(1, where, nothing, WINDOW, ENTRIES)
+        came = gl.max(left_codes[0], axis=2) | gl.max(left_codes[1], axis=2) | left_scales[0] | left_scales[1]
+        right_codes, right_scales = load_half(1, where, (came & never) * 16, WINDOW, ENTRIES)
         for block in range(blocks):
-            half, phase = turn % 2, turn // 2 ^ 1
-            turn = (turn + 1) % 4
+            half = (n + block) % 2
+            phase = (n + block) // 2 % 2 ^ 1
             in_window = block < window_blocks
             mbarrier.wait(of_left.empty.index(half), phase)
-            slots = block_slots(block + 1, lists, BLOCK)
+            next_slots = block_slots(block + 2, lists, BLOCK)
             convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_left.full.index(half))
-            where = locate(block + 1, turn, slots, pools, seen, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             left_codes, left_scales = load_half(0, where, (right_scales[0] & never) * 16, WINDOW, ENTRIES)
             mbarrier.wait(of_right.empty.index(half), phase)
             convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_right.full.index(half))
             right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
-    return turn
+            slots = next_slots
 
 
 @gluon.jit
@@ -690,25 +658,21 @@ def block_slots(block, lists, BLOCK: gl.constexpr):
     window_row, window_end, entry_row, entry_end, window_blocks = lists
     in_window = block < window_blocks
     KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))  # one value per key
-    n = block * BLOCK + here(gl.arange(0, BLOCK, layout=KEYS))
+    n = block * BLOCK + gl.arange(0, BLOCK, layout=KEYS)
     return gl.load((window_row if in_window else entry_row) + n, mask=n < (window_end if in_window else entry_end), other=-1)
 
 
 @gluon.jit
 def locate(
-    block, turn, slots, pools, seen, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
+    block, n, slots, pools, bias, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Where records lie, how far from there their scales, and whether they are of the window.
 
-    What to add to scores is written on the way, 16 columns of which one is not 0: four blocks have a place for it, as that of a block is
-    read last when the block after next comes to shared memory.
+    What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
+    after next comes to shared memory.
     """
-    KEYS: gl.constexpr = slots.shape[0]
-    PAIRS_OF_ROW: gl.constexpr = gl.SliceLayout(2, code_layout(4, gl.num_warps(), KEYS))
-    v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, PAIRS_OF_ROW)), 0)
-    words = gl.where((gl.expand_dims(slots, 1) < 0) & (v == 0), 0xFF80, 0)  # -inf
-    seen.index(turn)._reinterpret(gl.int32, [KEYS, 8], SHARED_NARROW_WORDS).store(words)
+    bias.index((n + block) % 4).store(gl.where(slots >= 0, 0.0, float("-inf")))
     window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
     in_window = block < window_blocks
     slot = gl.maximum(slots, 0)
@@ -780,7 +744,7 @@ def load_words(data, after, LAYOUT: gl.constexpr, TURNED: gl.constexpr = False):
     """
     WORDS: gl.constexpr = LAYOUT.shape[2]
     data = gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
-    v = gl.expand_dims(gl.expand_dims(here(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))), 0), 2)
+    v = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
     w = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
     if TURNED:
         v = v * 2 % 8 + v // 4
@@ -960,7 +924,7 @@ def aot_cases() -> list[AotCase]:
     pointers |= dict.fromkeys(("sink", "lse", "partial_lse", "partial_scale"), "*fp32") | {"partial_out": "*fp16"}
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
-    numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks", "never")
+    numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks")
     signature = pointers | dict.fromkeys(numbers, "i32") | {"scale_log2": "fp32"}
 
     def attend(pair: tuple[str, str], count: int, keys: int = BLOCK_KEYS) -> AotCase:
@@ -969,7 +933,7 @@ def aot_cases() -> list[AotCase]:
         constants |= {"PARTIAL": count > 1, "HEAD_BLOCKS": 1, "BLOCK": keys}
         constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
         name = f"sparse_attention gluon {'+'.join(pair)} k{keys} splits {count}"
-        reason = "addresses that are used once per tile"
+        reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
 
     return [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS]
