@@ -54,6 +54,7 @@ def prefill_process(config: EngineConfig, backend: str, store: str, pipe: multip
     engine = TimedPrefillEngine(config, link, pipe.send)
     engine.first_token = {}
     link.connect(senders=1)
+    reported = 0
     while True:
         wait = engine.poll_ms()
         while pipe.poll(None if wait is None else wait / 1e3):
@@ -63,8 +64,10 @@ def prefill_process(config: EngineConfig, backend: str, store: str, pipe: multip
             method, arguments = command
             getattr(engine, method)(*arguments)
             wait = 0
-        if updates := engine.step():
-            pipe.send((updates, {u.request_id: engine.first_token[u.request_id] for u in updates}, link.bytes_sent))
+        updates = engine.step()
+        if updates or link.bytes_sent > reported:  # a short prompt may be computed before its receiver has asked for it
+            reported = link.bytes_sent
+            pipe.send((updates, {u.request_id: engine.first_token[u.request_id] for u in updates}, reported))
 
 
 class Pair:
@@ -88,8 +91,13 @@ class Pair:
         self.pipe.send(("add_for", (DECODE, request)))
 
     def step(self) -> float:
-        """Carry what has come, and step; seconds of the decode engine's step, or 0 when it had nothing to compute."""
-        while self.pipe.poll(0):
+        """Carry what has come, and step; seconds of the decode engine's step, or 0 when it had nothing to compute.
+
+        Waits as the engine's process does: a loop that never waits keeps the threads that receive from running.
+        """
+        wait = self.decode.poll_ms()
+        while self.pipe.poll(None if wait is None else wait / 1e3):
+            wait = 0
             message = self.pipe.recv()
             if isinstance(message, tuple):
                 updates, times, self.bytes_sent = message

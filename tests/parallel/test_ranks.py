@@ -203,7 +203,10 @@ def test_preempted_sequences(mesh: dict[str, int], goldens: Callable[[str], Path
 
 @pytest.mark.gpu
 def test_a_graph_replays_an_exchange(tmp_path: Path) -> None:
-    """By NCCL, of one rank with itself: the second replay carries what the inputs hold then. Rows without experts come back too."""
+    """By NCCL, of one rank with itself: the second replay carries what the inputs hold then. Rows without experts come back too.
+
+    The group can be destroyed once the graph is gone; before, it would wait for ever.
+    """
     dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "ranks"), 1), rank=0, world_size=1)
     x, ids = torch.zeros(4, 16, device="cuda", dtype=torch.bfloat16), torch.full((4, 2), -1, device="cuda", dtype=torch.int32)
     weights = torch.zeros(4, 2, device="cuda")
@@ -218,9 +221,9 @@ def test_a_graph_replays_an_exchange(tmp_path: Path) -> None:
             lambda x, ids, w: x.float() * w.sum(1, keepdim=True) + ids.sum(1, keepdim=True),
         )
 
+    graph = torch.cuda.CUDAGraph()
     try:
         compute()
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             out = compute()
         for value in (1, 2):
@@ -230,6 +233,7 @@ def test_a_graph_replays_an_exchange(tmp_path: Path) -> None:
             graph.replay()
             assert out.tolist() == [[21.0 * value] * 16] * 3 + [[value - 2.0] * 16]
     finally:
+        del graph
         dist.destroy_process_group()
 
 

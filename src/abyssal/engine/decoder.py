@@ -70,6 +70,10 @@ class Decoder:
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs: no two run at a time
 
+    def close(self) -> None:
+        """Destroy the graphs."""
+        self._graphs.clear()
+
     @property
     def needs_tokens(self) -> bool:
         """Whether the host has to know the tokens of a step before it is launched: it reads the tables' rows by them."""

@@ -89,6 +89,7 @@ class LinkedEngine(Engine, Generic[Moving]):
         return super().has_unfinished() or bool(self._moving)
 
     def close(self) -> None:
+        super().close()
         self.link.close()
 
     def _is_in_use(self, request_id: str) -> bool:

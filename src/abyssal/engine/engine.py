@@ -276,7 +276,9 @@ class Engine:
         return landed + self._run(scheduled)
 
     def close(self) -> None:
-        """Nothing is to be ended: weights and caches go with the object."""
+        """Let go of the captured graphs: a communicator that they use can be destroyed only after them. The rest goes with the object."""
+        if self.runner.decoder is not None:
+            self.runner.decoder.close()
 
     def stats(self) -> EngineStats:
         pools = self.cache.pools

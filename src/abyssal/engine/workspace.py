@@ -12,6 +12,8 @@ from abyssal.kv.batch import Chunk
 from abyssal.kv.pool import KVCache, PageTable, SequenceCache
 from abyssal.kv.specs import ROLL_BACK, CachePlan, CacheSpec
 
+# PyTorch's allocator takes small and middling tensors in segments of 2 and 20 MiB; a step that is like the largest may need one more of each.
+MORE_SEGMENTS = (2 + 20) << 20  # bytes
 ONLY_PAGE = 1  # of every bucket, which all tables name; page 0 is the one that is never written
 
 Step = Callable[[list[Chunk], KVCache, list[int]], Tensor]
@@ -36,7 +38,7 @@ def measure_workspace(
         for counts in (token_counts(sequences, max_tokens, longest), [1] * sequences)
     )
     torch.cuda.empty_cache()
-    return mixed + 2 * decode
+    return mixed + 2 * decode + MORE_SEGMENTS
 
 
 def _taken(step: Step, cache: KVCache, device: torch.device, counts: list[int], longest: int, history: int) -> int:

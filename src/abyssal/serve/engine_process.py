@@ -87,7 +87,8 @@ def _run(socket: Socket, build: Callable[[], Engine], inbox: Commands, comm: Com
         log.exception("the engine stopped")
         socket.send(wire.encode(wire.Dead(str(error))))
         return BAD_START
-    engine.close()
+    finally:
+        engine.close()
     return 0
 
 
