@@ -75,7 +75,7 @@ def one_stream() -> Iterator[None]:
 
     def alone(self: KernelOps, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
-        self._beside = None
+        self._beside = self._shared = None
 
     with mock.patch.object(KernelOps, "__init__", alone):
         yield

@@ -317,10 +317,11 @@ def test_unusable_logits_and_an_abort_in_a_step_under_way(
     expected = alone(ahead, requests)
     calls = 0
 
-    def spoil(logits: torch.Tensor, states: list[SamplerState], in_flight: int) -> torch.Tensor:
+    def spoil(logits: torch.Tensor, states: list[SamplerState], in_flight: int, largest: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        return sample_plain(logits.index_fill(0, torch.tensor([0]), torch.nan) if calls == 6 else logits, states, in_flight)
+        spoilt = logits.index_fill(0, torch.tensor([0]), torch.nan) if calls == 6 else logits
+        return sample_plain(spoilt, states, in_flight, largest)
 
     monkeypatch.setattr(engine_module, "sample_plain", spoil)
     eng = decoding(engine(ahead))

@@ -273,7 +273,8 @@ def sum_error(columns: int) -> float:
 def assert_product(got: torch.Tensor, x: torch.Tensor, weight: LinearWeight | torch.Tensor) -> None:
     """Within one rounding of the exact product of the reference's operands, and fp32 sums."""
     if isinstance(weight, LinearWeight):
-        matrix = dequantize(weight, torch.float64 if weight.format == "plain" else torch.float32).double()
+        exact = weight.format != "plain" and weight.scale.dtype == torch.uint8
+        matrix = dequantize(weight, torch.float32 if exact else torch.bfloat16).double()
         if weight.quantize_input is not None:
             x = quantize_e4m3_tiles(x, weight.quantize_input)
     else:
@@ -293,15 +294,17 @@ def product(x: torch.Tensor, *weights: LinearWeight | torch.Tensor, **options: b
     return kernels.linear(x, kernels.prepare_linear(weights), **options)
 
 
-@pytest.mark.parametrize("count", [2, 17])
+@pytest.mark.parametrize("count", [2, 9])
 @pytest.mark.parametrize(
     "weight",
     [
         lambda: fp8_weight(48, 128, 128),
-        lambda: fp8_weight(48, 640, 128, seed=1),  # a step and a quarter
-        lambda: fp8_weight(24, 64, 128, seed=2),  # narrower than a block
-        lambda: fp8_weight(64, 256, 128, seed=3, fp32_scales=True),
-        lambda: fp8_weight(64, 256, 32, seed=4),
+        lambda: fp8_weight(16, 640, 128, seed=1),  # a step and a quarter
+        lambda: fp8_weight(24, 128, 128, seed=2),  # rows that do not fill a tile
+        lambda: fp8_weight(24, 64, 128, seed=2),  # narrower than a block: as bf16
+        lambda: fp8_weight(64, 256, 128, seed=3, fp32_scales=True),  # no powers of two: as bf16
+        lambda: fp8_weight(32, 256, 32, seed=4),
+        lambda: fp8_weight(16, 640, 64, seed=5),
         lambda: fp8_weight(48, 160, 32, seed=5),
         lambda: fp8_weight(32, 256, 128, seed=6, tile=32),
         lambda: fp8_weight(32, 256, 32, seed=7, tile=128),
@@ -341,7 +344,7 @@ def test_several_weights_of_one_input():
     ]  # fmt: skip
     prepared = kernels.prepare_linear(weights)
     assert sorted(group.rows for group in prepared.groups) == [(8,), (8,), (24, 16), (40,), (64,), (128, 48)]
-    for count in (2, 9):
+    for count in (2, 9) if DEVICE == "cuda" else (9,):
         x = tokens_of(count, 256)
         for weight, got in zip(weights, kernels.linear(x, prepared), strict=True):
             assert got.stride(1) == 1
@@ -361,11 +364,11 @@ def test_codes_serve_weights_of_any_tile():
 
 
 def test_weights_join_only_where_no_block_lies_over_the_seam():
-    prepared = kernels.prepare_linear([fp8_weight(48, 128, 128), fp8_weight(128, 128, 128, seed=1)])
-    assert [group.rows for group in prepared.groups] == [(48,), (128,)]
+    prepared = kernels.prepare_linear([fp8_weight(48, 128, 32), fp8_weight(32, 128, 32, seed=1)])
+    assert [group.rows for group in prepared.groups] == [(48,), (32,)]
     x = tokens_of(2, 128)
     for seed, got in enumerate(kernels.linear(x, prepared)):
-        assert_product(got, x, fp8_weight((48, 128)[seed], 128, 128, seed=seed))
+        assert_product(got, x, fp8_weight((48, 32)[seed], 128, 32, seed=seed))
 
 
 @pytest.mark.gpu
@@ -415,18 +418,18 @@ def test_quantise_kernel_equals_the_reference(tile: int):
     x = tokens_of(5, 1312)[:, 16:]  # 1296 columns: the last tile is short
     quantised = kernels.quantise(x, tile)
     want = quantize_e4m3_tiles(x, tile)
-    scales = quantised.scales.T.repeat_interleave(tile, 1)[:, :1296]
+    scales = quantised.scales.repeat_interleave(tile, 1)[:, :1296]
     assert torch.equal((quantised.codes.float() * scales).bfloat16(), want)
     amax = torch.nn.functional.pad(x.float(), (0, -1296 % tile)).unflatten(1, (-1, tile)).abs().amax(2).clamp(min=1e-4)
     exponent = ops.ceil_log2(amax * torch.tensor(1 / 448, dtype=torch.float32, device=DEVICE))
-    assert torch.equal(quantised.scales.T, ops.exp2(exponent))
+    assert torch.equal(quantised.scales, ops.exp2(exponent))
     assert torch.equal(kernels.quantised_values(x, tile), want)
     assert kernels.quantised_values(x[:0], tile).shape == (0, 1296)
 
 
-@pytest.mark.parametrize("block,fp32_scales", [(128, False), (32, False), (128, True)])
-def test_dequantise_kernel_equals_the_reference(block: int, fp32_scales: bool):
-    weight = fp8_weight(144, 672, block, fp32_scales=fp32_scales)
+@pytest.mark.parametrize("block", [128, 64, 32])
+def test_dequantise_kernel_equals_the_reference(block: int):
+    weight = fp8_weight(144, 640, block)
     (group,) = kernels.prepare_linear([weight]).groups
     assert torch.equal(kernels.dequantised(group), dequantize(weight, torch.bfloat16))
 
@@ -490,10 +493,11 @@ def test_routes_follow_from_shapes():
         return [kernels.route(count, group, num_groups) for count in (1, 16, 17, 256, 257)]
 
     assert routes(wide) == routes(narrow) == routes(wide, 2) == ["few", "few", "tiled", "tiled", "library"]
-    assert routes(short) == routes(wide, 4) == ["few"] * 4 + ["library"]
-    assert routes(plain) == ["few", "few", *["library"] * 3]
-    assert kernels.few_config(1, [(32768, 1, 1024)], 1) == kernels.FewConfig(8, (32,), 3)
-    assert "tokens=32" in str(kernels.few_config(300, [(1536, 1, 4096), (64, 2, 4096)], 2))
+    assert routes(wide, 4) == ["few"] * 4 + ["library"]
+    assert routes(short) == routes(plain) == ["few", "few", *["library"] * 3]
+    assert kernels.few_config(1, [(32768, 128)]) == kernels.FewConfig(8, (32,), (1,))
+    assert kernels.few_config(8, [(1536, 128), (64, None)]) == kernels.FewConfig(8, (16, 16), (2, 1))
+    assert "tokens=32" in str(kernels.few_config(300, [(1536, 128), (64, None)]))
     assert kernels.tiled_config(64, 4096, 8192) == kernels.TiledConfig(64, 4, 2048)
     assert kernels.tiled_config(20, 32768, 1024) == kernels.TiledConfig(32, 1, 1024)
     assert kernels.tiled_config(64, 1536, 4096) == kernels.TiledConfig(64, 8, 512)
@@ -511,9 +515,9 @@ RELEASED = [
 @pytest.mark.parametrize("block", [128, 32])
 def test_many_tokens_are_bit_equal_in_any_batch(block: int):
     """With fewer others, and on a GPU in another order; FP8, plain and fp32 weights of one input."""
-    prepared = kernels.prepare_linear([fp8_weight(32, 256, block), plain_weight(16, 256), fp32_weight(16, 256)])
-    count, fewer = (300, 1) if DEVICE == "cuda" else (40, 33)  # the interpreter's products depend on a row's place in a tile
-    x = tokens_of(count, 256)
+    prepared = kernels.prepare_linear([fp8_weight(16, 128, block), plain_weight(16, 128), fp32_weight(16, 128)])
+    count, fewer = (300, 1) if DEVICE == "cuda" else (33, 17)  # the interpreter's products depend on a row's place in a tile
+    x = tokens_of(count, 128)
     together = kernels.linear(x, prepared, batch_invariant=True)
     order = (torch.randperm(count) if DEVICE == "cuda" else torch.arange(count)).to(DEVICE)
     for rows in (order, order[:fewer]):

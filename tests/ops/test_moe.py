@@ -161,12 +161,8 @@ def random_input(tokens: int, dim: int) -> tuple[Tensor, Tensor]:
     return x.bfloat16(), torch.randint(0, 32, (tokens,), generator=generator, device=DEVICE)
 
 
-def config(tokens: int, rows: int, chunks: int, warps: int) -> kernels.MoeConfig:
-    product = kernels.ProductConfig(tokens, rows, chunks, warps)
-    return kernels.MoeConfig(product, product)
-
-
-FEW, MANY = config(8, 64, 1, 1), config(16, 128, 2, 4)
+config = kernels.MoeConfig.of
+FEW, MANY, SPLIT = config(8, 64, 1, 1), config(16, 128, 2, 4), config(8, 32, 1, 1, 2)
 REAL = {"v4": (4096, 2048, 128, "fp8"), "v4.1": (5120, 2304, 32, "fp8_32")}  # D, I, tile, shared expert
 
 
@@ -190,13 +186,14 @@ def assert_close(out: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     ("kind", "shared", "tile", "tokens", "k", "config"),
     [
-        ("fp4", "plain", 128, 1, 1, FEW),
+        ("fp4", "plain", 128, 1, 1, SPLIT),
         ("fp4", "fp8_32", 32, 2, 1, MANY),
         ("fp8", "plain", 128, 1, 1, MANY),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("fp4", "fp8", 128, 2, 2, FEW),
+                ("fp4", "plain", None, 2, 2, SPLIT),
                 ("fp8_32", "fp8_32", 32, 2, 1, FEW),
                 ("plain", "plain", 32, 2, 2, FEW),
                 ("plain", "plain", None, 2, 1, MANY),
@@ -432,7 +429,7 @@ def test_bad_input_is_named() -> None:
 
 def test_few_choices_need_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without one the same bits, twice: the last program of a tile leaves its counter as it was."""
-    layer = kernels.prepare_experts(random_layer(128, 128, 4, 2, "fp4", 128, hashed=True))
+    layer = kernels.prepare_experts(random_layer(128, 128, 4, 2, "fp4", 128, "plain", hashed=True))
     x, _ = random_input(3, 128)
     # Experts of their own: in one block, the interpreter gives a second token other bits.
     ids = torch.tensor([0, -1, 2], device=DEVICE)

@@ -420,7 +420,7 @@ class Engine:
         tokens = [seq.token_ids[-1] for seq in sequences] if before is None else before.tokens_of(sequences)
         known = [self.runner.before(seq.token_ids, position) for seq, position in zip(sequences, positions, strict=True)]
         logits = decoder.step([seq.cache for seq in sequences], positions, tokens, known)
-        result = sample_plain(logits, [seq.sampler for seq in sequences], ahead)
+        result = sample_plain(logits, [seq.sampler for seq in sequences], ahead, self.runner.ops.argmax)
         return Flight.launched(sequences, positions, result)
 
     def _follow(self, flight: Flight) -> list[RequestUpdate]:

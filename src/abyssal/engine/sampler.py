@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -172,22 +172,23 @@ def sample(logits: Tensor, states: list[SamplerState]) -> list[SampledToken]:
     return [SampledToken(-1, error=e) if e else SampledToken(chosen[i], logprobs.get(i)) for i, e in enumerate(errors)]
 
 
-def sample_plain(logits: Tensor, states: list[SamplerState], ahead: int) -> Tensor:
+def sample_plain(logits: Tensor, states: list[SamplerState], ahead: int, largest: Callable[[Tensor], Tensor]) -> Tensor:
     """The tokens that `sample` chooses where all `states` are plain, without waiting for the device.
 
     Args:
         logits: fp32 [S, V].
+        largest: `argmax` of `abyssal.ops`.
         ahead: tokens of each request that are drawn and not appended to its state yet.
 
     Returns:
         int64 [2, S] on the device: tokens, valid ids in any case, and whether the logits were usable.
     """
-    best, tokens = logits.max(-1)
+    result = largest(logits)
     if any(state.params.temperature > 0 for state in states):
         settings = _Settings.of(states, ahead, logits.device)
         drawn = _draw(logits, settings, any(state.truncates for state in states))
-        tokens = torch.where(settings.draws, drawn, tokens)
-    return torch.stack((tokens, best.isfinite()))
+        result[0] = torch.where(settings.draws, drawn, result[0])
+    return result
 
 
 def unusable() -> SampledToken:

@@ -20,6 +20,7 @@ from abyssal.kv.pool import KVCache, RecordView
 from abyssal.kv.specs import CachePlan
 from abyssal.ops._select import Query, Selection, decides, publishes
 from abyssal.ops._streams import forked
+from abyssal.ops.argmax.triton import argmax
 from abyssal.ops.compress.triton import Pages, compress
 from abyssal.ops.decode_facts import Plan
 from abyssal.ops.decode_facts.triton import decode_facts
@@ -100,8 +101,11 @@ class KernelOps:
             gluon.append("index_score")
         self._attention = partial(attention, batch_invariant=batch_invariant)
         self._reserve(max_tokens)
-        # of the shared expert beside the routed ones, and of compression and choice beside the queries
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._beside = self._shared = None
+        if device.type == "cuda":
+            # of compression and choice beside the queries, a chain of small kernels for which one large one has to make room
+            self._beside = torch.cuda.Stream(device, priority=-1)
+            self._shared = torch.cuda.Stream(device)  # of the shared expert beside the routed ones
         self._arrivals = torch.zeros(SPREAD_PROGRAMS, dtype=torch.int32, device=device)  # of programs that choose for one query
         mode = "; batch-invariant" if batch_invariant else ""
         log.info("ops: Gluon %s; all others Triton%s", ", ".join(gluon) or "none", mode)
@@ -111,14 +115,14 @@ class KernelOps:
         self._handover = hc.HandoverState.allocate(tokens, self.hidden, self.device, batch_invariant=self.batch_invariant)
         self._reserved = tokens
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        return argmax(logits)
+
     def decode_facts(self, positions: Tensor, rows: Tensor, folded: Tensor, pages: Tensor, plan: Plan) -> Tensor:
         return decode_facts(positions, rows, folded, pages, plan)
 
-    def _stream_beside(self, tokens: int) -> torch.cuda.Stream | None:
-        return self._beside if tokens <= BESIDE_TOKENS else None
-
     def beside(self, tokens: int) -> AbstractContextManager[Callable[[], None]]:
-        return forked(self._stream_beside(tokens))
+        return forked(self._beside if tokens <= BESIDE_TOKENS else None)
 
     def qkv_insert(
         self, q: Tensor, kv: Tensor, rope: Tensor, window: RecordView, layer_row: int, store: StoreFacts, eps: float | None
@@ -259,7 +263,7 @@ class KernelOps:
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> products.PreparedLinear:
         return products.prepare_linear(weights)
 
-    def linear(self, x: Tensor | products.QuantisedInput, prepared: products.PreparedLinear) -> tuple[Tensor, ...]:
+    def linear(self, x: products.Input, prepared: products.PreparedLinear) -> tuple[Tensor, ...]:
         return products.linear(x, prepared, batch_invariant=self.batch_invariant)
 
     def output_quant(
@@ -319,7 +323,8 @@ class KernelOps:
         return prepare_experts(layer)
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
-        return moe(x, token_ids, experts, batch_invariant=self.batch_invariant, beside=self._stream_beside(len(x)))
+        beside = self._shared if len(x) <= BESIDE_TOKENS else None
+        return moe(x, token_ids, experts, batch_invariant=self.batch_invariant, beside=beside)
 
     def route(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> tuple[Tensor, Tensor]:
         return choices_of(x, token_ids, experts, batch_invariant=self.batch_invariant)

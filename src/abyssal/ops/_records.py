@@ -47,6 +47,18 @@ def loads_in_flight():
 
 
 @triton.jit
+def zero_behind_loads():
+    """0 as int32, which no one knows before the loads above are on their way: arithmetic that needs it cannot be moved in front of them."""
+    if INTERPRETED:
+        return 0
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred never; setp.ne.u32 never, 0, 0; bar.red.popc.u32 $0, 0, never; }", "=r", [], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def to_bf16(x):
     """fp32 -> bf16, ties to even."""
     if INTERPRETED:

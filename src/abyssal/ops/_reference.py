@@ -18,6 +18,7 @@ from abyssal.kv.layouts import Grid
 from abyssal.kv.pool import KVCache, RecordView
 from abyssal.ops import hyper_connection as hc
 from abyssal.ops._select import Query, Selection, decides, publishes
+from abyssal.ops.argmax import argmax
 from abyssal.ops.compress import compress, store_entries
 from abyssal.ops.decode_facts import Plan, decode_facts
 from abyssal.ops.engram import engram
@@ -61,6 +62,9 @@ class ReferenceOps:
 
     def beside(self, tokens: int) -> AbstractContextManager[Callable[[], None]]:
         return nullcontext(lambda: None)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return argmax(logits)
 
     def decode_facts(self, positions: Tensor, rows: Tensor, folded: Tensor, pages: Tensor, plan: Plan) -> Tensor:
         return decode_facts(positions, rows, folded, pages, plan)

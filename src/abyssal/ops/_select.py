@@ -46,6 +46,9 @@ class Ops(Protocol):
     as_lists: bool  # which view of a step's queries `build_batch` prepares
     batch_invariant: bool  # whether a token's results have the same bits whatever else is in its step
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Logits fp32 [S, V] -> int64 [2, S]: the first id of the largest, and whether that one is finite."""
+
     def decode_facts(self, positions: Tensor, rows: Tensor, folded: Tensor, pages: Tensor, plan: Plan) -> Tensor: ...
 
     def qkv_insert(

@@ -31,15 +31,14 @@ from abyssal.ops._records import (
     to_bf16,
     to_fp32,
     wait_for_inputs,
+    zero_behind_loads,
 )
 from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 
-WARPS = 4  # each sums its own quarter of the columns
+WARPS = 4  # each sums every fourth 128 columns
 COLUMNS = 128  # that a warp takes at a time
 PANEL_ROWS = 16
-STEP = WARPS * COLUMNS
 BLOCKS = (32, 64, 128)  # widths of weight blocks and of input tiles
-SHARED_BYTES = 96 << 10  # of loads in flight per program: two programs fit a multiprocessor
 FEW_TOKENS = 16
 TILED_TOKENS = 256
 MOST_GROUPS = 3  # of a launch
@@ -55,17 +54,15 @@ Route = Literal["few", "tiled", "library"]
 class Group:
     """Weights of one input and one format, rows one below the other."""
 
-    data: Tensor  # e4m3 or bf16 [N, K], see `panels`; fp32 weights: bf16 [N, 3 K]
-    scale: Tensor | None  # fp32 [ceil(N / block), ceil(K / block)]
+    data: Tensor  # e4m3 [N, K], see `panels`; bf16 [N, K], fp32 weights bf16 [N, 3 K], zeros from each K on to a multiple of 128
+    scale: Tensor | None  # fp32 [ceil(N / block), K / block]
+    exponents: Tensor | None  # the same as int16, bytes e8m0
     block: tuple[int, int] | None
     tile: int | None  # values of the input that share a scale; None: the input is not quantised
     out_dtype: torch.dtype
     parts: int  # bf16 weights whose sum the weight is
     rows: tuple[int, ...]  # of each weight
-
-    @property
-    def columns(self) -> int:
-        return self.data.shape[1] // self.parts
+    columns: int  # K
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,33 +95,42 @@ def _piece(weight: LinearWeight | Tensor) -> Group:
     if isinstance(weight, Tensor):
         high = weight.bfloat16()
         if torch.equal(high.float(), weight):
-            return Group(high, None, None, None, torch.float32, 1, (len(weight),))
+            return _plain([high], None, torch.float32)
         middle = (weight - high.float()).bfloat16()
-        low = (weight - high.float() - middle.float()).bfloat16()
-        return Group(torch.cat((high, middle, low), 1), None, None, None, torch.float32, 3, (len(weight),))
+        return _plain([high, middle, (weight - high.float() - middle.float()).bfloat16()], None, torch.float32)
     block, tile = weight.block, weight.quantize_input
-    rows = (weight.shape[0],)
     if weight.format == "fp8" and block is not None and tile is not None and _has_kernel(weight.shape, block, tile):
         assert weight.scale is not None
         scale = e8m0_to_float(weight.scale) if weight.scale.dtype == torch.uint8 else weight.scale
-        data = panels(weight.data, width(tile, block[1]))
-        return Group(data, scale.contiguous(), block, tile, torch.bfloat16, 1, rows)
-    return Group(dequantize(weight, torch.bfloat16), None, None, tile, torch.bfloat16, 1, rows)
+        exponents = _exponents(scale)
+        if exponents is not None:
+            rows, columns = weight.shape
+            data = panels(weight.data, tile)
+            return Group(data, scale.contiguous(), exponents, block, tile, torch.bfloat16, 1, (rows,), columns)
+    return _plain([dequantize(weight, torch.bfloat16)], tile, torch.bfloat16)
+
+
+def _plain(parts: list[Tensor], tile: int | None, out_dtype: torch.dtype) -> Group:
+    rows, columns = parts[0].shape
+    data = torch.cat([F.pad(part, (0, -columns % COLUMNS)) for part in parts], 1)
+    return Group(data, None, None, None, tile, out_dtype, len(parts), (rows,), columns)
 
 
 def _has_kernel(shape: tuple[int, ...], block: tuple[int, int], tile: int) -> bool:
     rows, columns = shape
-    known = block[0] % PANEL_ROWS == 0 and block[1] in BLOCKS and tile in BLOCKS
-    return known and (width(tile, block[1]) == COLUMNS or (rows % PANEL_ROWS == 0 and columns % width(tile, block[1]) == 0))
+    known = block[0] % PANEL_ROWS == 0 and block[1] == tile and tile in BLOCKS and columns % COLUMNS == 0
+    return known and (tile == COLUMNS or rows % PANEL_ROWS == 0)
 
 
-def width(tile: int | None, block: int | None) -> int:
-    """Columns, at most COLUMNS, over which neither the input's scale nor the weight's changes."""
-    return min(COLUMNS, tile or COLUMNS, block or COLUMNS)
+def _exponents(scale: Tensor) -> Tensor | None:
+    """The bytes e8m0 of normal powers of two fp32; None where others are among them."""
+    bits = scale.contiguous().view(torch.int32)
+    normal = (bits & 0x807FFFFF) == 0
+    return (bits >> 23).to(torch.int16) if (normal & (bits != 0)).all() else None
 
 
 def panels(data: Tensor, width: int) -> Tensor:
-    """[N, K] with the 16 rows of `width` columns that a warp loads together side by side in memory; full width stays in rows."""
+    """[N, K] with 16 rows of `width` columns, a product's operand, side by side in memory; full width stays in rows."""
     if width == COLUMNS:
         return data
     rows, columns = data.shape
@@ -142,10 +148,11 @@ def _joined(group: list[Group]) -> Group:
     first = group[0]
     if len(group) == 1:
         return first
-    scale = None if first.scale is None else torch.cat([part.scale for part in group if part.scale is not None])
     rows = tuple(part.rows[0] for part in group)
-    data = torch.cat([part.data for part in group])
-    return Group(data, scale, first.block, first.tile, first.out_dtype, first.parts, rows)
+    scale, exponents = (
+        None if first.scale is None else torch.cat([getattr(part, name) for part in group]) for name in ("scale", "exponents")
+    )
+    return dataclasses.replace(first, data=torch.cat([part.data for part in group]), scale=scale, exponents=exponents, rows=rows)
 
 
 # Input
@@ -156,7 +163,7 @@ class QuantisedInput:
     """An input as e4m3 codes and the scales of their tiles."""
 
     codes: Tensor  # e4m3 [T, K]; in groups [T, G, K]
-    scales: Tensor  # fp32 [G K / tile, T]
+    scales: Tensor  # fp32 [T, G K / tile], in memory as the product with so many tokens reads them fastest
     tile: int
 
     def __len__(self) -> int:
@@ -164,22 +171,27 @@ class QuantisedInput:
 
     def values(self) -> Tensor:
         """bf16 [T, K], exact."""
-        scales = self.scales.t().repeat_interleave(self.tile, 1)[:, : self.codes.shape[1]]
+        scales = self.scales.repeat_interleave(self.tile, 1)[:, : self.codes.shape[1]]
         return (self.codes.float() * scales).bfloat16()
 
     @classmethod
     def empty(cls, tokens: int, shape: tuple[int, ...], tile: int, device: torch.device) -> QuantisedInput:
         """Room for codes of `shape` per token."""
         codes = torch.empty(tokens, *shape, dtype=torch.float8_e4m3fn, device=device)
-        scales = torch.empty(math.prod(shape[:-1]) * -(-shape[-1] // tile), tokens, dtype=torch.float32, device=device)
-        return cls(codes, scales, tile)
+        sizes = tokens, math.prod(shape[:-1]) * -(-shape[-1] // tile)
+        if tokens <= FEW_TOKENS:
+            return cls(codes, torch.empty(sizes, dtype=torch.float32, device=device), tile)
+        return cls(codes, torch.empty(sizes[::-1], dtype=torch.float32, device=device).t(), tile)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+Input = Tensor | QuantisedInput
+
+
+@triton.jit(do_not_specialize=["scales_stride", "tiles_stride"])
 def quantise_kernel(
-    x, x_stride, out, scales, num_rows, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr
+    x, x_stride, out, scales, scales_stride, tiles_stride, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Token t, WIDTH columns per program. CODES: codes uint8 and scales fp32 [K / TILE, num_rows], else the rounded values."""
+    """Token t, WIDTH columns per program. CODES: codes uint8 and scales fp32 [T, K / TILE], else the rounded values."""
     wait_for_inputs(EARLY)
     token = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -189,7 +201,8 @@ def quantise_kernel(
     if CODES:
         tl.store(place, tl.reshape(codes, (WIDTH,)), mask=column < K)
         tile = tl.program_id(1) * (WIDTH // TILE) + tl.arange(0, WIDTH // TILE)
-        tl.store(scales + tile * num_rows + token, power_of_two(exponent), mask=tile * TILE < K)
+        place = scales + token.to(tl.int64) * scales_stride + tile * tiles_stride
+        tl.store(place, power_of_two(exponent), mask=tile * TILE < K)
     else:
         values = e4m3_values(codes) * power_of_two(exponent)[:, None]
         store_like(place, tl.reshape(values, (WIDTH,)), mask=column < K)
@@ -217,7 +230,7 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
     if len(x) == 0:
         return
     quantise_kernel[len(x), triton.cdiv(x.shape[1], WIDTH)](
-        x, x.stride(0), out, scales, len(out), x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None,
+        x, x.stride(0), out, scales, *((0, 0) if scales is None else scales.stride()), x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None,
         num_warps=1, **early(len(x) * triton.cdiv(x.shape[1], WIDTH), x),
     )  # fmt: skip
 
@@ -231,146 +244,290 @@ class FewConfig:
 
     tokens: int  # of a program
     rows: tuple[int, ...]  # of a program, per group
-    num_stages: int
+    chunks: tuple[int, ...]  # of 128 columns of a warp whose loads are in flight together, per group
 
 
-def rows_per_program(rows: int) -> int:
-    """16 rows, or 32 where that still gives every multiprocessor a program."""
-    return 32 if rows >= 32 * PROGRAMS else 16
-
-
-def few_config(tokens: int, groups: Sequence[tuple[int, int, int]], input_bytes: int) -> FewConfig:
+def few_config(tokens: int, groups: Sequence[tuple[int, int | None]]) -> FewConfig:
     """
     Args:
-        groups: rows, bytes of a value, and columns of each group.
-        input_bytes: of a value of the input.
+        groups: rows of each group, and the tile of e4m3 weights.
     """
     per_program = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
-    rows = tuple(rows_per_program(n) for n, _, _ in groups)
-    stage = max(STEP * (r * size + per_program * input_bytes) for r, (_, size, _) in zip(rows, groups, strict=True))
-    steps = max(-(-k // STEP) for _, _, k in groups)
-    return FewConfig(per_program, rows, 1 + max(1, min(6, steps, SHARED_BYTES // stage)))
+    rows = tuple(32 if tile == 128 and n >= 256 * PROGRAMS else 16 for n, tile in groups)
+    chunks = tuple(
+        2 if tile == 128 and height == 16 and per_program == 8 else 1 for height, (_, tile) in zip(rows, groups, strict=True)
+    )
+    return FewConfig(per_program, rows, chunks)
+
+
+HALVES_ASM = tl.constexpr("""
+{
+.reg .b16 low, high; .reg .b32 first, second;
+mov.b32 {low, high}, $4;
+cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high;
+mov.b32 {$0, $1}, first; mov.b32 {$2, $3}, second;
+}
+""")
 
 
 @triton.jit
-def _halves(codes):
-    """e4m3 -> fp16, exact; in the interpreter, whose products of fp16 are slow, fp32."""
+def _four_halves(words):
+    """int32 words of four e4m3 codes -> their values fp16, exact; in the interpreter, whose products of fp16 are slow, fp32."""
     if INTERPRETED:
-        return e4m3_values(codes.to(tl.uint8, bitcast=True))
+        values = ()
+        for k in tl.static_range(4):
+            values = values + (e4m3_values(((words >> (8 * k)) & 255).to(tl.uint8)),)
+        return values
     else:
-        return codes.to(tl.float16)
+        return tl.inline_asm_elementwise(
+            HALVES_ASM, "=h,=h,=h,=h,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
+        )
 
 
-_width = triton.constexpr_function(width)
+# In the tiles below a lane of a tensor-core product has what it has loaded, so that nothing moves: row l / 4 of 8, and, with c = l % 4,
+# columns 16 c .. 16 c + 15 of 64 or 8 c .. 8 c + 7 of 32. As a sum over K may be taken in any order, the products number K as these
+# columns lie: groups of four of all lanes in turn, as Triton gives a lane four consecutive values of an operand. Dimensions are [rows,
+# warps, columns] where values are loaded: where nothing else decides, Triton spreads lanes over the first of them.
 
 
 @triton.jit
-def _scales(
-    start, x_scales, x_scale_stride, x_tile, t, scale, n0, n, K, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    COLUMN_BLOCK: tl.constexpr, UNIFORM: tl.constexpr,
+def _fp8_values(words, WARPS: tl.constexpr, WORDS: tl.constexpr):
+    """int32 [8, WARPS, WORDS] -> [8, WARPS, 4 lanes, words of a lane, 4]."""
+    v = _four_halves(words)
+    return tl.reshape(tl.join(tl.join(v[0], v[2]), tl.join(v[1], v[3])), (8, WARPS, 4, WORDS // 4, 4))
+
+
+@triton.jit
+def _fp8_tile(low, high, WARPS: tl.constexpr, WORDS: tl.constexpr):
+    """Words of eight rows and of the next eight -> fp16 [WARPS, 16, 4 WORDS]."""
+    parts = tl.join(_fp8_values(low, WARPS, WORDS), _fp8_values(high, WARPS, WORDS))  # row, warp, lane, word, value, eight
+    return tl.reshape(tl.permute(parts, (1, 5, 0, 3, 2, 4)), (WARPS, 16, 4 * WORDS))
+
+
+@triton.jit
+def _fp8_input(words, WARPS: tl.constexpr, WORDS: tl.constexpr):
+    """Words of eight tokens -> fp16 [WARPS, 4 WORDS, 8]."""
+    parts = tl.permute(_fp8_values(words, WARPS, WORDS), (1, 0, 3, 2, 4))  # warp, token, word, lane, value
+    return tl.permute(tl.reshape(parts, (WARPS, 8, 4 * WORDS)), (0, 2, 1))
+
+
+@triton.jit
+def _plain_tile(low, high, WARPS: tl.constexpr):
+    """Values bf16 [8, WARPS, 32] of eight rows and of the next eight -> [WARPS, 16, 32]."""
+    parts = tl.reshape(tl.join(low, high), (8, WARPS, 4, 2, 4, 2))  # row, warp, lane, four, value, eight
+    return tl.reshape(tl.permute(parts, (1, 5, 0, 3, 2, 4)), (WARPS, 16, 32))
+
+
+@triton.jit
+def _plain_input(x, WARPS: tl.constexpr):
+    """bf16 [8, WARPS, 32] of eight tokens -> [WARPS, 32, 8]."""
+    parts = tl.reshape(x, (8, WARPS, 4, 2, 4))  # token, warp, lane, four, value
+    return tl.permute(tl.reshape(tl.permute(parts, (1, 0, 3, 2, 4)), (WARPS, 8, 32)), (0, 2, 1))
+
+
+# The scales of a product lie where its sums do if they are a product themselves: of the weight's scale by the input's, powers of two and
+# so exact. Block b of 128 columns has its scales in lanes c = b; the operand of the weights holds that of one block, and zeros.
+
+
+@triton.jit
+def _spread(x):
+    """[8, WARPS, 4] -> [8, WARPS, 4, 2, 2, 2], of a lane's eight values all but the first zero."""
+    x = tl.join(x, tl.zeros_like(x))
+    x = tl.join(x, tl.zeros_like(x))
+    return tl.join(x, tl.zeros_like(x))
+
+
+@triton.jit
+def _weight_scale(byte, block: tl.constexpr, WARPS: tl.constexpr):
+    """e8m0 bytes int32 [8, WARPS, 4], one per block, the same for all rows -> bf16 [WARPS, 16, 32]."""
+    bits = tl.where(tl.arange(0, 4)[None, None, :] == block, byte << 7, 0)
+    x = _spread(bits.to(tl.uint16).to(tl.bfloat16, bitcast=True))
+    parts = tl.reshape(tl.join(x, x), (8, WARPS, 4, 4, 2, 2))  # row, warp, lane, value, half, eight
+    return tl.reshape(tl.permute(parts, (1, 5, 0, 4, 2, 3)), (WARPS, 16, 32))
+
+
+@triton.jit
+def _input_scale(scale, WARPS: tl.constexpr):
+    """fp32 [8, WARPS, 4], per token and block -> bf16 [WARPS, 32, 8]."""
+    parts = tl.reshape(_spread(to_bf16(scale)), (8, WARPS, 4, 4, 2))  # token, warp, lane, value, half
+    return tl.permute(tl.reshape(tl.permute(parts, (1, 0, 4, 2, 3)), (WARPS, 8, 32)), (0, 2, 1))
+
+
+@triton.jit
+def _load_weights(
+    data, exponents, n0, N_end, first, K, BN: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, FULL: tl.constexpr,
+    CHUNKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Scales of the products of the columns from `start` [B]: of the input alone for plain weights [B, 1, BT], else of both."""
-    inside = (start < K)[:, None]
-    x_scale = tl.load(x_scales + (x_tile + start // TILE)[:, None] * x_scale_stride + t[None, :], mask=inside, other=0.0)
-    both = x_scale[:, None, :]
-    if ROW_BLOCK is not None:
-        block = start // COLUMN_BLOCK
-        if UNIFORM:
-            row = n0 // ROW_BLOCK * tl.cdiv(K, COLUMN_BLOCK)
-            both *= tl.load(scale + row + block, mask=start < K, other=0.0)[:, None, None]
-        else:
-            row = n // ROW_BLOCK * tl.cdiv(K, COLUMN_BLOCK)
-            both *= tl.load(scale + row[None, :] + block[:, None], mask=inside, other=0.0)[:, :, None]
-    return both
+    """Of rows BN from n0 on, eight at a time, each warp's 128 columns from `first` [WARPS] on, and those of the next CHUNKS - 1 rounds.
+
+    Of e4m3 weights also the scales' bytes, of each 16 rows. Codes of columns past the last are not read: they are any, with scale 0.
+    """
+    FP8: tl.constexpr = TILE is not None
+    WORDS: tl.constexpr = 8 if TILE == 32 else 16
+    values, scales = (), ()
+    for chunk in tl.static_range(CHUNKS):
+        column = (first + chunk * (WARPS * 128))[None, :, None]
+        inside = column < K
+        for eight in tl.static_range(BN // 8):
+            row = n0 + eight * 8 + tl.arange(0, 8)
+            n = (row if FULL else tl.minimum(row, N_end - 1)).to(tl.int64)[:, None, None]  # past the last row it is done again
+            if FP8:
+                word = tl.arange(0, WORDS)[None, None, :]
+                if TILE == 128:
+                    place = n * (K // 4) + column // 4 + word
+                else:
+                    panel = (n0 // 16 + eight // 2).to(tl.int64) if FULL else n // 16
+                    inner = (eight % 2 * 8 + tl.arange(0, 8))[:, None, None] if FULL else n % 16
+                    place = panel * (4 * K) + column * 4 + (inner * (TILE // 4) + word)
+                for part in tl.static_range(32 // WORDS):
+                    values = values + (tl.load(data + place + part * (16 if TILE == 128 else 4 * TILE), mask=inside),)
+                if eight % 2 == 0:
+                    lane = tl.arange(0, 4)[None, None, :]
+                    block = tl.minimum(n0 + eight * 8, N_end - 1) // ROW_BLOCK * (K // TILE) + column // TILE
+                    byte = tl.load(
+                        exponents + block + lane + tl.zeros((8, 1, 1), tl.int32), mask=inside & (lane < 128 // TILE), other=0
+                    )
+                    scales = scales + (byte,)
+            else:
+                place = n * K + column + tl.arange(0, 32)[None, None, :]
+                for part in tl.static_range(4):
+                    values = values + (tl.load(data + place + part * 32, mask=inside, other=0.0),)
+    return values, scales
+
+
+@triton.jit
+def _load_inputs(
+    x, x_stride, x_scales, x_scale_stride, t0, T, first, K, columns, BT: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    EVEN: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """What meets `_load_weights`, of tokens t0 .. t0 + BT, eight at a time; scales and plain values are zero past the last column."""
+    WORDS: tl.constexpr = 8 if TILE == 32 else 16
+    inputs, scales = (), ()
+    for chunk in tl.static_range(CHUNKS):
+        column = (first + chunk * (WARPS * 128))[None, :, None]
+        inside = column < K
+        if PARTS > 1:
+            column = column % (K // PARTS)
+        for eight in tl.static_range(BT // 8):
+            t = tl.minimum(t0 + eight * 8 + tl.arange(0, 8), T - 1).to(tl.int64)[
+                :, None, None
+            ]  # past the last token it is done again
+            if TILE is not None:
+                for part in tl.static_range(32 // WORDS):
+                    word = column // 4 + part * WORDS + tl.arange(0, WORDS)[None, None, :]
+                    inputs = inputs + (tl.load(x + t * x_stride + word, mask=inside),)
+                lane = tl.arange(0, 4)[None, None, :]
+                place = x_scales + t * x_scale_stride + column // TILE + lane
+                scales = scales + (tl.load(place, mask=inside & (lane < 128 // TILE), other=0.0),)
+            else:
+                for part in tl.static_range(4):
+                    here = column + part * 32 + tl.arange(0, 32)[None, None, :]
+                    kept = inside if EVEN else inside & (here < columns)
+                    inputs = inputs + (tl.load(x + t * x_stride + here, mask=kept, other=0.0),)
+    return inputs, scales
+
+
+@triton.jit
+def _multiply_fp8(sums, w, w_bytes, x, x_scales, zero, BN, BT, CHUNKS, TILE, WARPS):
+    """sums: a tuple of fp32 [WARPS, 16, 8], for each 16 rows one per eight tokens, plus the product of what was loaded, block by block."""
+    WORDS: tl.constexpr = 8 if TILE == 32 else 16
+    PIECES: tl.constexpr = 32 // WORDS  # of 128 columns
+    PER_BLOCK: tl.constexpr = TILE // (4 * WORDS)
+    for chunk in tl.static_range(CHUNKS):
+        for block in tl.static_range(128 // TILE):
+            new = ()
+            for tile in tl.static_range(BN // 16):
+                w_scale = _weight_scale(w_bytes[chunk * (BN // 16) + tile].to(tl.int32) + zero, block, WARPS)
+                operands = ()
+                for part in tl.static_range(PER_BLOCK):
+                    low = w[(chunk * (BN // 8) + 2 * tile) * PIECES + block * PER_BLOCK + part]
+                    high = w[(chunk * (BN // 8) + 2 * tile + 1) * PIECES + block * PER_BLOCK + part]
+                    operands = operands + (_fp8_tile(low, high, WARPS, WORDS),)
+                for eight in tl.static_range(BT // 8):
+                    total = tl.zeros((WARPS, 16, 8), tl.float32) + zero
+                    for part in tl.static_range(PER_BLOCK):
+                        words = x[(chunk * (BT // 8) + eight) * PIECES + block * PER_BLOCK + part]
+                        total = tl.dot(operands[part], _fp8_input(words, WARPS, WORDS), total)
+                    scale = tl.dot(w_scale, _input_scale(x_scales[chunk * (BT // 8) + eight], WARPS))
+                    new = new + (sums[tile * (BT // 8) + eight] + total * scale,)
+            sums = new
+    return sums
+
+
+@triton.jit
+def _multiply_plain(sums, w, x, zero, BN, BT, CHUNKS, WARPS):
+    """As `_multiply_fp8` for bf16."""
+    for chunk in tl.static_range(CHUNKS):
+        for part in tl.static_range(4):
+            new = ()
+            for tile in tl.static_range(BN // 16):
+                low = w[(chunk * (BN // 8) + 2 * tile) * 4 + part]
+                operand = _plain_tile(low, w[(chunk * (BN // 8) + 2 * tile + 1) * 4 + part], WARPS)
+                for eight in tl.static_range(BT // 8):
+                    total = sums[tile * (BT // 8) + eight]
+                    if chunk == 0 and part == 0:
+                        total += zero
+                    new = new + (tl.dot(operand, _plain_input(x[(chunk * (BT // 8) + eight) * 4 + part], WARPS), total),)
+            sums = new
+    return sums
 
 
 @triton.jit
 def _product(
-    x, x_stride, x_scales, x_scale_stride, data, scale, out, tile, t0, T, N, K, group_rows,
-    BN: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    x, x_stride, x_scales, x_scale_stride, data, exponents, out, tile, t0, T, N, K, columns, group_rows,
+    BN: tl.constexpr, BT: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows BN of one weight for BT tokens.
+    """Rows BN of one weight for BT tokens: each warp's own columns, then the sum over the warps.
 
-    Tiles are [B, BN, BK] and [B, BK, BT]: warp w multiplies b = w, w + WARPS, ..., the BK-wide parts of its own COLUMNS columns of a
-    step. BK is the width over which one pair of scales holds, so that sums over it are scaled as a whole (V4 spec 3.3). Scales are
-    loaded one step ahead: a warp has nothing else to do while it waits for them.
+    The loads of the next columns are in flight during a product. Weights do not depend on the kernel before: the first are on their
+    way before the input is there.
     """
-    FP8: tl.constexpr = ROW_BLOCK is not None
-    UNIFORM: tl.constexpr = ALIGNED and _divides(BN, ROW_BLOCK)
-    BK: tl.constexpr = _width(TILE, COLUMN_BLOCK)
-    SUB: tl.constexpr = COLUMNS // BK
-    B: tl.constexpr = WARPS * SUB
-    b = tl.arange(0, B)
-    first = b % WARPS * COLUMNS + b // WARPS * BK  # [B], a part's column within the step
-    k = tl.arange(0, BK)
     group_tiles = tl.cdiv(group_rows, BN)
     group = tile // group_tiles
     n0 = group * group_rows + tile % group_tiles * BN
     N_end = (group + 1) * group_rows
-    n = tl.minimum(n0 + tl.arange(0, BN), N_end - 1).to(tl.int64)  # rows and tokens past the last repeat it
-    t = tl.minimum(t0 + tl.arange(0, BT), T - 1).to(tl.int64)
-    x += group * K
-    acc = tl.zeros((WARPS if FP8 else B, BN, BT), tl.float32)
+    if TILE is None:
+        x += group * columns
+    else:
+        x += group * (columns // 4)
+        x_scales += group * (columns // TILE)
+    first = tl.arange(0, WARPS) * 128
+    sums = ()
+    for _ in tl.static_range(BN // 16 * (BT // 8)):
+        sums = sums + (tl.zeros((WARPS, 16, 8), tl.float32),)
+    w, w_bytes = _load_weights(data, exponents, n0, N_end, first, K, BN, TILE, ROW_BLOCK, FULL, CHUNKS, WARPS)
     if not INTERPRETED:
         gdc_wait()
-    if TILE is not None:
-        x_tile = group * tl.cdiv(K, TILE)
-        both = _scales(first, x_scales, x_scale_stride, x_tile, t, scale, n0, n, K, TILE, ROW_BLOCK, COLUMN_BLOCK, UNIFORM)
-    for k0 in range(0, K * PARTS, WARPS * COLUMNS):
-        start = k0 + first
-        w_column = start[:, None, None] + k[None, None, :]
-        x_column = start[:, None, None] + k[None, :, None]
-        if BK == COLUMNS or not FP8:
-            w_pointer = data + n[None, :, None] * (K * PARTS) + w_column
+    for _ in range(0, K, WARPS * 128 * CHUNKS):
+        inputs, scales = _load_inputs(
+            x, x_stride, x_scales, x_scale_stride, t0, T, first, K, columns, BT, TILE, PARTS, EVEN, CHUNKS, WARPS
+        )
+        first += WARPS * 128 * CHUNKS
+        w_next, bytes_next = _load_weights(data, exponents, n0, N_end, first, K, BN, TILE, ROW_BLOCK, FULL, CHUNKS, WARPS)
+        if TILE is None:
+            sums = _multiply_plain(sums, w, inputs, zero_behind_loads(), BN, BT, CHUNKS, WARPS)
         else:
-            panel = n // 16 * (16 * K) + n % 16 * BK
-            w_pointer = data + panel[None, :, None] + start[:, None, None] * 16 + k[None, None, :]
-        x_pointer = x + t[None, None, :] * x_stride + (x_column if PARTS == 1 else x_column % K)
-        if EVEN:
-            w = tl.load(w_pointer)
-            values = tl.load(x_pointer)
-        else:
-            w = tl.load(w_pointer, mask=w_column < K * PARTS, other=0.0)
-            values = tl.load(x_pointer, mask=x_column < K * PARTS, other=0.0)
-        if TILE is not None:
-            later = start + WARPS * COLUMNS
-            ahead = _scales(later, x_scales, x_scale_stride, x_tile, t, scale, n0, n, K, TILE, ROW_BLOCK, COLUMN_BLOCK, UNIFORM)
-            values = _halves(values)
-        if FP8:
-            part = tl.dot(_halves(w), values) * both
-            if SUB == 1:
-                acc += part
-            else:
-                acc += tl.sum(tl.reshape(part, (SUB, WARPS, BN, BT)), 0)
-        else:
-            if TILE is not None:
-                values = to_bf16(values.to(tl.float32) * both)
-            acc = tl.dot(w, values, acc)
-        if TILE is not None:
-            both = ahead
-    rows = n0 + tl.arange(0, BN)
-    tokens = t0 + tl.arange(0, BT)
-    place = out + tokens.to(tl.int64)[None, :] * N + rows[:, None]
-    store_like(place, tl.sum(acc, 0), mask=(rows < N_end)[:, None] & (tokens < T)[None, :])
+            sums = _multiply_fp8(sums, w, w_bytes, inputs, scales, zero_behind_loads(), BN, BT, CHUNKS, TILE, WARPS)
+        w, w_bytes = w_next, bytes_next
+    for tile16 in tl.static_range(BN // 16):
+        rows = n0 + tile16 * 16 + tl.arange(0, 16)
+        for eight in tl.static_range(BT // 8):
+            tokens = t0 + eight * 8 + tl.arange(0, 8)
+            place = out + tokens.to(tl.int64)[None, :] * N + rows[:, None]
+            kept = (rows < N_end)[:, None] & (tokens < T)[None, :]
+            store_like(place, tl.sum(sums[tile16 * (BT // 8) + eight], 0), mask=kept)
 
 
-@triton.constexpr_function
-def _divides(part: int, whole: int | None) -> bool:
-    return whole is not None and whole % part == 0
-
-
-@triton.jit(do_not_specialize=["T", "token_tiles", "scales0_stride"])
+@triton.jit(do_not_specialize=["T", "token_tiles", "tiles0", "tiles1", "scales0_stride"])
 def few_tokens_kernel(
-    x, x_stride, input0, input0_stride, scales0, scales0_stride, T, K, token_tiles, group_rows,
-    data0, scale0, out0, N0, tiles0, data1, out1, N1, tiles1, data2, out2, N2,
-    BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, TILE: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr, PARTS2: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNED: tl.constexpr, WARPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, x_stride, input0, input0_stride, scales0, scales0_stride, T, columns, token_tiles, group_rows,
+    data0, exponents0, out0, N0, K0, tiles0, data1, out1, N1, K1, tiles1, data2, out2, N2, K2,
+    BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, CHUNKS0: tl.constexpr, CHUNKS1: tl.constexpr,
+    CHUNKS2: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr,
+    PARTS2: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Up to three groups of weights of one input; only the first may have scales, or a quantised input, `input0`.
+    """Up to three groups of weights of one input; only the first may have scales, or an input of its own: quantised, or rounded.
 
     The token tiles of the same rows run side by side, so that the weights come from memory once.
     """
@@ -378,65 +535,64 @@ def few_tokens_kernel(
     tile = tl.program_id(0) // token_tiles
     if tile < tiles0:
         _product(
-            input0, input0_stride, scales0, scales0_stride, data0, scale0, out0, tile, t0, T, N0, K, group_rows,
-            BN0, BT, WARPS, COLUMNS, TILE, ROW_BLOCK, COLUMN_BLOCK, PARTS0, EVEN, ALIGNED,
+            input0, input0_stride, scales0, scales0_stride, data0, exponents0, out0, tile, t0, T, N0, K0, columns, group_rows,
+            BN0, BT, CHUNKS0, TILE, ROW_BLOCK, PARTS0, EVEN, FULL, WARPS,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
-                x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K, N1,
-                BN1, BT, WARPS, COLUMNS, None, None, None, PARTS1, EVEN, False,
+                x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K1, columns, N1,
+                BN1, BT, CHUNKS1, None, None, PARTS1, EVEN, FULL, WARPS,
             )  # fmt: skip
         elif data2 is not None:
             _product(
-                x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K, N2,
-                BN2, BT, WARPS, COLUMNS, None, None, None, PARTS2, EVEN, False,
+                x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K2, columns, N2,
+                BN2, BT, CHUNKS2, None, None, PARTS2, EVEN, FULL, WARPS,
             )  # fmt: skip
     if not INTERPRETED:
         gdc_launch_dependents()  # not before, or what follows would take the place of programs that have not begun
 
 
-def few_tokens(
-    x: Tensor | QuantisedInput, groups: Sequence[Group], *, num_groups: int = 1, config: FewConfig | None = None
-) -> list[Tensor]:
-    """One launch: x bf16 [T, K] or, for a single group, quantised -> [T, N] per group. Groups after the first are plain.
+def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config: FewConfig | None = None) -> list[Tensor]:
+    """One launch: x [T, G K] -> [T, N] per group of weights. Groups after the first are plain and take the input as it is.
 
     Args:
         num_groups: G: the rows of the weight are G groups of N / G, the columns of x G groups of K (V4 spec 2.8).
     """
     first, columns = groups[0], groups[0].columns
     assert len(groups) <= MOST_GROUPS and all(group.tile is None and group.columns == columns for group in groups[1:])
-    quantised = x if isinstance(x, QuantisedInput) else None
-    plain = x.codes.flatten(1) if isinstance(x, QuantisedInput) else x
+    plain = x.codes.flatten(1) if isinstance(x, QuantisedInput) and len(groups) == 1 else _values(x, None)
     tokens = len(plain)
     assert plain.shape[1] == columns * num_groups, f"input has {plain.shape[1]} columns, the weight {columns}"
     assert plain.stride(1) == 1, f"the values of a row are {plain.stride(1)} apart"
     outs = [torch.empty(tokens, len(group.data), dtype=group.out_dtype, device=plain.device) for group in groups]
     if tokens == 0:
         return outs
-    if quantised is None and first.tile is not None:
-        quantised = quantise(plain, first.tile)
-    source = plain if quantised is None else quantised.codes.flatten(1)
-    sizes = [(len(group.data), group.data.itemsize, group.data.shape[1]) for group in groups]
-    config = config or few_config(tokens, sizes, source.itemsize if len(groups) == 1 else plain.itemsize)
+    quantised = _codes(x, first.tile) if first.block is not None and first.tile is not None else None
+    source = _values(x, first.tile) if quantised is None else quantised.codes.flatten(1).view(torch.int32)
+    scales = None if quantised is None else quantised.scales.contiguous()
+    config = config or few_config(tokens, [(len(group.data), group.block and group.tile) for group in groups])
     group_rows = len(first.data) // num_groups
+    assert num_groups == 1 or group_rows % 16 == 0, f"groups of {group_rows} rows, not of a multiple of 16"
     tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
     tiles[0] = num_groups * triton.cdiv(group_rows, config.rows[0])
     token_tiles = triton.cdiv(tokens, config.tokens)
-    absent = (None, None, 0, 0)
-    more = [(g.data, out, len(g.data), n) for g, out, n in zip(groups[1:], outs[1:], tiles[1:], strict=True)]
-    (data1, out1, rows1, tiles1), (data2, out2, rows2, _) = [*more, absent, absent][:2]
-    rows, parts = (*config.rows, 16, 16), (*(group.parts for group in groups), 1, 1)
-    scales = None if quantised is None else quantised.scales
-    few_tokens_kernel[(sum(tiles) * token_tiles,)](
+    absent = (None, None, 0, 0, 0)
+    more = [(group.data, out, *group.data.shape, n) for group, out, n in zip(groups[1:], outs[1:], tiles[1:], strict=True)]
+    (data1, out1, rows1, columns1, tiles1), (data2, out2, rows2, columns2, _) = [*more, absent, absent][:2]
+    rows, chunks, parts = ((*config.rows, 16, 16), (*config.chunks, 1, 1), (*(group.parts for group in groups), 1, 1))
+    programs = sum(tiles) * token_tiles
+    heights = (group_rows, *(len(group.data) for group in groups[1:]))
+    few_tokens_kernel[(programs,)](
         plain, plain.stride(0), source, source.stride(0), scales, 0 if scales is None else scales.stride(0),
         tokens, columns, token_tiles, group_rows,
-        first.data, first.scale, outs[0], len(first.data), tiles[0], data1, out1, rows1, tiles1, data2, out2, rows2,
-        BT=config.tokens, BN0=rows[0], BN1=rows[1], BN2=rows[2], TILE=first.tile,
-        ROW_BLOCK=first.block and first.block[0], COLUMN_BLOCK=first.block and first.block[1],
-        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % STEP == 0,
-        ALIGNED=group_rows % config.rows[0] == 0 or num_groups == 1,
-        WARPS=WARPS, COLUMNS=COLUMNS, num_warps=WARPS, num_stages=config.num_stages, launch_pdl=starts_early(sum(tiles) * token_tiles, plain),
+        first.data if first.block is None else first.data.view(torch.int32), first.exponents, outs[0], *first.data.shape, tiles[0],
+        data1, out1, rows1, columns1, tiles1, data2, out2, rows2, columns2,
+        BT=config.tokens, BN0=rows[0], BN1=rows[1], BN2=rows[2], CHUNKS0=chunks[0], CHUNKS1=chunks[1], CHUNKS2=chunks[2],
+        TILE=None if first.block is None else first.tile, ROW_BLOCK=first.block and first.block[0],
+        PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % COLUMNS == 0,
+        FULL=all(n % height == 0 for n, height in zip(heights, config.rows, strict=True)),
+        WARPS=WARPS, num_warps=WARPS, num_stages=1, launch_pdl=starts_early(programs, plain),
     )  # fmt: skip
     return outs
 
@@ -453,25 +609,33 @@ class TiledConfig:
 
 
 TILE_ROWS = 128  # of a program
+PART_COLUMNS = 512  # of a part of K, at least
 
 
 def tiled_config(tokens: int, rows: int, columns: int) -> TiledConfig:
-    """As many parts of K, 512 columns or more, as keep the card busy."""
+    """As many parts of K as keep the card busy."""
     per_program = 32 if tokens <= 32 else 64
     programs = -(-rows // TILE_ROWS) * -(-tokens // per_program)
-    splits = max(1, min(PROGRAMS // programs, columns // STEP))
+    splits = max(1, min(PROGRAMS // programs, columns // PART_COLUMNS))
     part = -(-columns // (splits * COLUMNS)) * COLUMNS
     return TiledConfig(per_program, -(-columns // part), part)
 
 
-@triton.jit(do_not_specialize=["T", "x_scale_stride"])
+@triton.jit
+def _halves(codes):
+    """e4m3 -> fp16, exact; in the interpreter, whose products of fp16 are slow, fp32."""
+    if INTERPRETED:
+        return e4m3_values(codes.to(tl.uint8, bitcast=True))
+    else:
+        return codes.to(tl.float16)
+
+
+@triton.jit(do_not_specialize=["T", "x_tile_stride"])
 def tiled_kernel(
-    x, x_stride, x_scales, x_scale_stride, data, scale, out, T, N, K, group_rows, split_columns,
-    BN: tl.constexpr, BT: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    COLUMN_BLOCK: tl.constexpr,
+    x, x_stride, x_scales, x_scale_stride, x_tile_stride, data, scale, out, T, N, K, group_rows, split_columns,
+    BN: tl.constexpr, BT: tl.constexpr, COLUMNS: tl.constexpr, BK: tl.constexpr, ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (n, t, s): BN rows of an FP8 weight for BT tokens over part s of K, into out [S, T, N]; a row tile lies in one group."""
-    BK: tl.constexpr = _width(TILE, COLUMN_BLOCK)
     n0 = tl.program_id(0) * BN
     group = n0 // group_rows
     n = tl.minimum(n0 + tl.arange(0, BN), N - 1).to(tl.int64)
@@ -479,17 +643,16 @@ def tiled_kernel(
     t = tl.minimum(t0 + tl.arange(0, BT), T - 1).to(tl.int64)
     k = tl.arange(0, BK)
     x_pointer = x + group * K + t[None, :] * x_stride + k[:, None]
-    x_tile = group * (K // TILE)
     if BK == COLUMNS:
         w_pointer = data + n[:, None] * K + k[None, :]
     else:
         w_pointer = data + (n // 16 * (16 * K) + n % 16 * BK)[:, None] + k[None, :]
     STRIDE: tl.constexpr = 1 if BK == COLUMNS else 16  # of a column of the weight, where a panel's rows lie side by side
     first = tl.program_id(2) * split_columns
-    w_scales = scale + (n0 // ROW_BLOCK if ROW_BLOCK % BN == 0 else n // ROW_BLOCK) * (K // COLUMN_BLOCK)
-    x_scales += x_tile * x_scale_stride + t
-    x_scale = tl.load(x_scales + first // TILE * x_scale_stride)
-    w_scale = tl.load(w_scales + first // COLUMN_BLOCK)
+    w_scales = scale + (n0 // ROW_BLOCK if ROW_BLOCK % BN == 0 else n // ROW_BLOCK) * (K // BK)
+    x_scales += group * (K // BK) * x_tile_stride + t * x_scale_stride
+    x_scale = tl.load(x_scales + first // BK * x_tile_stride)
+    w_scale = tl.load(w_scales + first // BK)
     acc = tl.zeros((BN, BT), tl.float32)
     for k0 in range(first, tl.minimum(first + split_columns, K), COLUMNS):
         for part in tl.static_range(COLUMNS // BK):
@@ -497,8 +660,8 @@ def tiled_kernel(
             w = tl.load(w_pointer + here * STRIDE)
             codes = tl.load(x_pointer + here)
             later = tl.minimum(here + BK, K - BK)  # scales are loaded one product ahead
-            x_ahead = tl.load(x_scales + later // TILE * x_scale_stride)
-            w_ahead = tl.load(w_scales + later // COLUMN_BLOCK)
+            x_ahead = tl.load(x_scales + later // BK * x_tile_stride)
+            w_ahead = tl.load(w_scales + later // BK)
             product = tl.dot(_halves(w), _halves(codes))
             if ROW_BLOCK % BN == 0:
                 acc += product * (x_scale * w_scale)[None, :]
@@ -535,8 +698,8 @@ def tiled(x: QuantisedInput, group: Group, *, num_groups: int = 1, config: Tiled
     config = config or tiled_config(tokens, rows, columns)
     parts = out if config.splits == 1 else torch.empty(config.splits, tokens, rows, dtype=torch.float32, device=codes.device)
     tiled_kernel[triton.cdiv(rows, TILE_ROWS), triton.cdiv(tokens, config.tokens), config.splits](
-        codes, codes.stride(0), x.scales, x.scales.stride(0), group.data, group.scale, parts, tokens, rows, columns, group_rows,
-        config.columns, BN=TILE_ROWS, BT=config.tokens, COLUMNS=COLUMNS, TILE=group.tile, ROW_BLOCK=group.block[0], COLUMN_BLOCK=group.block[1],
+        codes, codes.stride(0), x.scales, *x.scales.stride(), group.data, group.scale, parts, tokens, rows, columns, group_rows,
+        config.columns, BN=TILE_ROWS, BT=config.tokens, COLUMNS=COLUMNS, BK=group.tile, ROW_BLOCK=group.block[0],
         num_warps=8, num_stages=config.num_stages,
     )  # fmt: skip
     if config.splits > 1:
@@ -549,11 +712,9 @@ def tiled(x: QuantisedInput, group: Group, *, num_groups: int = 1, config: Tiled
 
 @triton.jit
 def dequantise_kernel(
-    data, scale, out, N, K, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, BN: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    data, scale, out, N, K, BK: tl.constexpr, ROW_BLOCK: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """e4m3 weights times their scales -> bf16 [N, K]: BN rows and COLUMNS columns per program."""
-    BK: tl.constexpr = _width(TILE, COLUMN_BLOCK)
     n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (n < N) & (column < K)
@@ -562,7 +723,7 @@ def dequantise_kernel(
     else:
         place = n // 16 * (16 * K) + column // BK * (16 * BK) + n % 16 * BK + column % BK
     codes = tl.load(data + place, mask=inside, other=0.0)
-    s = tl.load(scale + n // ROW_BLOCK * tl.cdiv(K, COLUMN_BLOCK) + column // COLUMN_BLOCK, mask=inside, other=0.0)
+    s = tl.load(scale + n // ROW_BLOCK * (K // BK) + column // BK, mask=inside, other=0.0)
     tl.store(out + n * K + column, to_bf16(_halves(codes).to(tl.float32) * s), mask=inside)
 
 
@@ -572,7 +733,7 @@ def dequantised(group: Group) -> Tensor:
     rows, columns = group.data.shape
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=group.data.device)
     dequantise_kernel[triton.cdiv(rows, PANEL_ROWS), triton.cdiv(columns, COLUMNS)](
-        group.data, group.scale, out, rows, columns, TILE=group.tile, ROW_BLOCK=group.block[0], COLUMN_BLOCK=group.block[1],
+        group.data, group.scale, out, rows, columns, BK=group.tile, ROW_BLOCK=group.block[0],
         BN=PANEL_ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out
@@ -589,26 +750,44 @@ def route(tokens: int, group: Group, num_groups: int = 1) -> Route:
         return "few"
     if group.block is None or tokens > TILED_TOKENS:
         return "library"
-    whole = group.columns % COLUMNS == 0
     one_group = num_groups == 1 or len(group.data) // num_groups % TILE_ROWS == 0
-    return "tiled" if whole and one_group and (group.block[0] % TILE_ROWS == 0 or TILE_ROWS % group.block[0] == 0) else "few"
+    return "tiled" if one_group and (group.block[0] % TILE_ROWS == 0 or TILE_ROWS % group.block[0] == 0) else "few"
 
 
-def _library(x: Tensor, group: Group) -> Tensor:
-    """x bf16 [T, K] -> [T, N] in `group.out_dtype`."""
-    if group.tile is not None:
-        x = quantised_values(x, group.tile)
+def _library(x: Input, group: Group) -> Tensor:
+    """x [T, K] -> [T, N] in `group.out_dtype`."""
     data = group.data if group.block is None else dequantised(group)
+    values = _padded(_values(x, group.tile), group)
     if group.out_dtype == torch.bfloat16:
-        return F.linear(x, data)
-    return torch.mm(x.repeat(1, group.parts), data.t(), out_dtype=torch.float32)
+        return F.linear(values, data)
+    return torch.mm(values.repeat(1, group.parts), data.t(), out_dtype=torch.float32)
+
+
+def _padded(x: Tensor, group: Group) -> Tensor:
+    """x [.., K], with zeros for the columns that only fill a weight up."""
+    return F.pad(x, (0, group.data.shape[1] // group.parts - group.columns))
+
+
+def _codes(x: Input, tile: int) -> QuantisedInput:
+    """Codes for a weight whose input is quantised in tiles of `tile`."""
+    if isinstance(x, QuantisedInput):
+        return x if x.tile == tile else quantise(x.values(), tile)
+    return quantise(x, tile)
+
+
+def _values(x: Input, tile: int | None) -> Tensor:
+    """bf16 values for a weight whose input is rounded in tiles of `tile`. What other tiles have rounded is taken as it is for None."""
+    values = x if isinstance(x, Tensor) else x.values()
+    if tile is None or (not isinstance(x, Tensor) and x.tile == tile):
+        return values
+    return quantised_values(values, tile)
 
 
 # Operations
 
 
-def linear(x: Tensor | QuantisedInput, prepared: PreparedLinear, *, batch_invariant: bool = False) -> tuple[Tensor, ...]:
-    """x bf16 [T, K], or its codes, times each weight transposed -> [T, N_i] each, bf16, or fp32 for a weight that came as a `Tensor`.
+def linear(x: Input, prepared: PreparedLinear, *, batch_invariant: bool = False) -> tuple[Tensor, ...]:
+    """x bf16 [T, K], or rounded, times each weight transposed -> [T, N_i] each, bf16, or fp32 for a weight that came as a `Tensor`.
 
     The outputs may be columns of one tensor. Up to FEW_TOKENS tokens, and with `batch_invariant` for any number, a token's results
     have the same bits whatever other tokens there are: the kernel cuts its sums over K alike for any number.
@@ -619,23 +798,16 @@ def linear(x: Tensor | QuantisedInput, prepared: PreparedLinear, *, batch_invari
     few.sort(key=lambda i: prepared.groups[i].tile is None)
     while few:
         launch = [few[0], *(i for i in few[1:] if prepared.groups[i].tile is None)][:MOST_GROUPS]
-        source = _as_taken(x, prepared.groups[few[0]].tile) if len(launch) == 1 else _as_taken(x, None)
-        outs |= zip(launch, few_tokens(source, [prepared.groups[i] for i in launch]), strict=True)
+        outs |= zip(launch, few_tokens(x, [prepared.groups[i] for i in launch]), strict=True)
         few = [i for i in few if i not in launch]
     for i, group in enumerate(prepared.groups):
         if routes[i] == "tiled":
-            source = _as_taken(x, group.tile)
             assert group.tile is not None
-            outs[i] = tiled(source if isinstance(source, QuantisedInput) else quantise(source, group.tile), group)
+            outs[i] = tiled(_codes(x, group.tile), group)
         elif routes[i] == "library":
-            outs[i] = _library(x.values() if isinstance(x, QuantisedInput) else x, group)
+            outs[i] = _library(x, group)
     parts = [outs[i].split(group.rows, dim=1) for i, group in enumerate(prepared.groups)]
     return tuple(parts[group][number] for group, number in prepared.places)
-
-
-def _as_taken(x: Tensor | QuantisedInput, tile: int | None) -> Tensor | QuantisedInput:
-    """Codes stay what they are only for a weight with their tile; the values of other codes are on their grid already."""
-    return x.values() if isinstance(x, QuantisedInput) and x.tile != tile else x
 
 
 def takes_codes(tokens: int, prepared: PreparedLinear, num_groups: int = 1, *, batch_invariant: bool = False) -> bool:
@@ -653,21 +825,20 @@ def linear_grouped(
         x: codes where `takes_codes` says so, else bf16 values that are quantised already where the weight wants that.
     """
     (group,) = prepared.groups
-    plain = dataclasses.replace(group, tile=None)
     codes = isinstance(x, QuantisedInput)
-    tokens = len(x.codes if isinstance(x, QuantisedInput) else x)
+    tokens = len(x)
     assert codes == takes_codes(tokens, prepared, num_groups, batch_invariant=batch_invariant), (
         f"{type(x).__name__} of {tokens} tokens"
     )
-    chosen = "few" if batch_invariant else route(tokens, group, num_groups)
-    if chosen == "few":
-        source, weight = (x, group) if isinstance(x, QuantisedInput) else (x.flatten(1), plain)
-        return few_tokens(source, [weight], num_groups=num_groups)[0].view(tokens, num_groups, -1)
+    if batch_invariant or route(tokens, group, num_groups) == "few":
+        plain = group if isinstance(x, QuantisedInput) else dataclasses.replace(group, tile=None)
+        source = x if isinstance(x, QuantisedInput) else x.flatten(1)
+        return few_tokens(source, [plain], num_groups=num_groups)[0].view(tokens, num_groups, -1)
     if isinstance(x, QuantisedInput):
         return tiled(x, group, num_groups=num_groups).view(tokens, num_groups, -1)
-    matrix = (group.data if group.block is None else dequantised(group)).view(num_groups, -1, group.columns)
+    matrix = (group.data if group.block is None else dequantised(group)).view(num_groups, -1, group.data.shape[1])
     out = torch.empty(tokens, num_groups, matrix.shape[1], dtype=x.dtype, device=x.device)
-    torch.bmm(x.transpose(0, 1), matrix.transpose(1, 2), out=out.transpose(0, 1))
+    torch.bmm(_padded(x, group).transpose(0, 1), matrix.transpose(1, 2), out=out.transpose(0, 1))
     return out
 
 
@@ -676,7 +847,7 @@ def aot_cases() -> list[AotCase]:
     cases = [
         AotCase(
             f"quantise tile={tile} codes={codes}", quantise_kernel,
-            {"x": "*bf16", "x_stride": "i32", "out": "*u8" if codes else "*bf16", "scales": "*fp32", "num_rows": "i32", "K": "i32"},
+            {"x": "*bf16", "x_stride": "i32", "out": "*u8" if codes else "*bf16", "scales": "*fp32", "scales_stride": "i32", "tiles_stride": "i32", "K": "i32"},
             {"TILE": tile, "WIDTH": WIDTH, "CODES": codes, "EARLY": True} | ({} if codes else {"scales": None}), num_warps=1,
             aligned=("x", "x_stride", "out", "K"),
         )
@@ -685,7 +856,7 @@ def aot_cases() -> list[AotCase]:
         AotCase(
             f"dequantise block={block}", dequantise_kernel,
             {"data": "*fp8e4nv", "scale": "*fp32", "out": "*bf16", "N": "i32", "K": "i32"},
-            {"TILE": block, "ROW_BLOCK": block, "COLUMN_BLOCK": block, "BN": PANEL_ROWS, "COLUMNS": COLUMNS},
+            {"BK": block, "ROW_BLOCK": block, "BN": PANEL_ROWS, "COLUMNS": COLUMNS},
             aligned=("data", "scale", "out", "N", "K"),
         )
         for block in (128, 32)
@@ -694,10 +865,10 @@ def aot_cases() -> list[AotCase]:
         AotCase(
             f"tiled x{tokens} block={block} {'parts' if split else 'whole'}", tiled_kernel,
             {
-                "x": "*fp8e4nv", "x_stride": "i32", "x_scales": "*fp32", "x_scale_stride": "i32", "data": "*fp8e4nv", "scale": "*fp32",
+                "x": "*fp8e4nv", "x_stride": "i32", "x_scales": "*fp32", "x_scale_stride": "i32", "x_tile_stride": "i32", "data": "*fp8e4nv", "scale": "*fp32",
                 "out": "*fp32" if split else "*bf16", "T": "i32", "N": "i32", "K": "i32", "group_rows": "i32", "split_columns": "i32",
             },
-            {"BN": TILE_ROWS, "BT": tokens, "COLUMNS": COLUMNS, "TILE": block, "ROW_BLOCK": block, "COLUMN_BLOCK": block}, num_warps=8,
+            {"BN": TILE_ROWS, "BT": tokens, "COLUMNS": COLUMNS, "BK": block, "ROW_BLOCK": block}, num_warps=8,
             num_stages=TiledConfig(tokens, 1, 512).num_stages, spill_reason="Blackwell: 14 registers of the widest tile" if tokens == 64 else None,
             aligned=("x", "x_stride", "x_scales", "data", "scale", "out", "N", "K", "group_rows", "split_columns"),
         )
@@ -717,31 +888,29 @@ def aot_cases() -> list[AotCase]:
     cases += [_few_case(tokens, *sizes) for tokens in (1, 32) for sizes in released]
     cases += [_few_case(1, 1536, 4096, 128, beside=beside) for beside in (1, 2)]
     cases += [_few_case(16, 32768, 1024, 128), _few_case(16, 32768, 1280, 32)]
-    return [*cases, _few_case(1, 192, 64, None, parts=3), _few_case(32, 24, 64, 128, aligned_groups=False)]
+    return [*cases, _few_case(1, 192, 128, None, parts=3), _few_case(32, 24, 128, 128, aligned_groups=False)]
 
 
 def _few_case(
     tokens: int, rows: int, columns: int, block: int | None, *, beside: int = 0, parts: int = 1, aligned_groups: bool = True
 ) -> AotCase:
-    sizes = [(rows, 2 if block is None else 1, columns), *[(2048, 2, columns)] * beside]
-    config = few_config(tokens, sizes, 2 if block is None else 1)
-    heights = (*config.rows, 16, 16)
+    config = few_config(tokens, [(rows, block), *[(2048, None)] * beside])
+    heights, chunks = (*config.rows, 16, 16), (*config.chunks, 1, 1)
     signature = {
-        "x": "*bf16", "x_stride": "i32", "input0": "*bf16" if block is None else "*fp8e4nv", "input0_stride": "i32",
-        "scales0": "*fp32", "scales0_stride": "i32", "T": "i32", "K": "i32", "token_tiles": "i32", "group_rows": "i32",
-        "data0": "*bf16" if block is None else "*fp8e4nv", "scale0": "*fp32", "out0": "*bf16", "N0": "i32", "tiles0": "i32",
-        "data1": "*bf16", "out1": "*fp32", "N1": "i32", "tiles1": "i32", "data2": "*bf16", "out2": "*bf16", "N2": "i32",
+        "x": "*bf16", "x_stride": "i32", "input0": "*bf16" if block is None else "*i32", "input0_stride": "i32", "scales0": "*fp32", "scales0_stride": "i32", "T": "i32", "columns": "i32", "token_tiles": "i32",
+        "group_rows": "i32", "data0": "*bf16" if block is None else "*i32", "exponents0": "*i16", "out0": "*bf16", "N0": "i32", "K0": "i32",
+        "tiles0": "i32", "data1": "*bf16", "out1": "*fp32", "N1": "i32", "K1": "i32", "tiles1": "i32", "data2": "*bf16", "out2": "*bf16",
+        "N2": "i32", "K2": "i32",
     }  # fmt: skip
     constants: dict[str, object] = {
-        "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "TILE": block, "ROW_BLOCK": block,
-        "COLUMN_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % STEP == 0, "ALIGNED": aligned_groups,
-        "WARPS": WARPS, "COLUMNS": COLUMNS,
+        "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "CHUNKS0": chunks[0], "CHUNKS1": chunks[1],
+        "CHUNKS2": chunks[2], "TILE": block, "ROW_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % COLUMNS == 0,
+        "FULL": rows % heights[0] == 0, "WARPS": WARPS,
     }  # fmt: skip
-    absent = ["scales0"] if block is None else []
-    absent += ["scale0"] if block is None else []
+    absent = ["exponents0", "scales0"] if block is None else []
     absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
-    free = {*signature} - {*absent, "T", "token_tiles", "scales0_stride", "tiles0", "tiles1"}
+    free = {*signature} - {*absent, "T", "token_tiles", "tiles0", "tiles1", "scales0_stride"}
     return AotCase(
         f"few_tokens x{config.tokens} {rows} x {columns} block={block} beside={beside}", few_tokens_kernel, signature,
-        constants | dict.fromkeys(absent), num_warps=WARPS, num_stages=config.num_stages, aligned=tuple(sorted(free)),
+        constants | dict.fromkeys(absent), num_warps=WARPS, num_stages=1, aligned=tuple(sorted(free)),
     )  # fmt: skip

@@ -10,7 +10,7 @@ consecutive bytes of a row, one group of 32 FP4 values; as a sum over K may be t
 lie in the lanes. Activations are stored in the order in which the unpacked values leave (`place`). Many tokens: tiles go through shared
 memory.
 
-A token's sum over K has one order within each of the two kernels, whatever else is in the batch.
+A token's sum over K has one order within each of the two kernels, and number of warps that share it, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from abyssal.ops._records import (
     INTERPRETED,
     e2m1_values,
     e4m3_codes,
+    e4m3_tiles,
     e4m3_values,
     early,
     power_of_two,
@@ -44,7 +45,7 @@ from abyssal.ops._records import (
 )
 from abyssal.ops._streams import forked
 from abyssal.ops.linear import LinearWeight, dequantize
-from abyssal.ops.linear.triton import PreparedLinear, linear, prepare_linear
+from abyssal.ops.linear.triton import PreparedLinear, QuantisedInput, linear, prepare_linear, takes_codes
 from abyssal.ops.moe import ExpertLayer
 
 CHUNK = tl.constexpr(128)  # values along K per step: one word of four scales per row
@@ -174,6 +175,7 @@ class ProductConfig:
     block_rows: int  # rows of weights per program
     chunks: int  # of 128 along K whose loads are in flight together; through shared memory: pipeline stages
     warps: int  # 1: straight into registers
+    split: int = 1  # straight into registers, FP4: warps that share a program's columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +186,9 @@ class MoeConfig:
     down: ProductConfig
 
     @classmethod
-    def of(cls, block_tokens: int, block_rows: int, chunks: int, warps: int) -> MoeConfig:
+    def of(cls, block_tokens: int, block_rows: int, chunks: int, warps: int, split: int = 1) -> MoeConfig:
         """Both products alike."""
-        product = ProductConfig(block_tokens, block_rows, chunks, warps)
+        product = ProductConfig(block_tokens, block_rows, chunks, warps, split)
         return cls(product, product)
 
 
@@ -194,11 +196,12 @@ def moe_config(choices: int, experts: int, batch_invariant: bool = False) -> Moe
     """By the mean number of tokens per expert. Only the kernel decides the bits of a token, so invariance means the one for few tokens.
 
     Measured on an H200 with 256 experts: blocks of 8 tokens, 32 rows of weights per program reach 84 % of the memory's roof at 32 and 64
-    tokens, 16 rows are better at 1; from 128 tokens on blocks of 16 through shared memory, at 4,096 blocks of 128.
+    tokens, 16 rows by two warps are better at 1; from 128 tokens on blocks of 16 through shared memory, at 4,096 blocks of 128.
     """
     mean = choices / experts
     if mean <= 2 or batch_invariant:
-        return MoeConfig.of(8, 16 if choices <= 16 else 32, 2, 1)
+        few = choices <= PLANLESS_CHOICES
+        return MoeConfig.of(8, 16 if few else 32, 2, 1, 2 if few and not batch_invariant else 1)
     if mean <= 16:
         return MoeConfig.of(16, 128, 3, 4)
     return MoeConfig.of(64, 128, 3, 4) if mean <= 56 else MoeConfig.of(128, 128, 3, 8)
@@ -477,6 +480,94 @@ def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS, WAIT):
     return sums
 
 
+# The same where programs are few: several warps share the columns, as one warp's arithmetic does not keep up with the memory. Dimensions
+# are [rows, warps, columns] where values are loaded, for then Triton spreads lanes over rows.
+
+
+@triton.jit
+def _load_split(w, s, row, gap, half, first, K, TILES, CHUNKS, SPLIT):
+    """As `_load_weights` for FP4: words of 8 rows and of the 8 that lie `half` further on, and a scale byte for each lane."""
+    word = tl.arange(0, 16)[None, None, :]
+    lane = tl.arange(0, 4)[None, None, :]
+    data, scales = (), ()
+    for chunk in tl.static_range(CHUNKS):
+        step = (first + chunk * SPLIT)[None, :, None]
+        inside = step < K // 128
+        for tile in tl.static_range(TILES):
+            for eight in tl.static_range(2):
+                n = (row + (tile * gap + eight * half))[:, None, None]
+                data = data + (tl.load(w + n * (K // 8) + step * 16 + word, mask=inside),)
+                scales = scales + (tl.load(s + n * (K // 32) + step * 4 + lane, mask=inside, other=0),)
+    return data, scales
+
+
+@triton.jit
+def _split_values(words, byte, SPLIT: tl.constexpr):
+    """int32 [8, SPLIT, 16] and bytes uint8 [8, SPLIT, 4] -> bf16 [8, SPLIT, 16, 2, 2, 2], in the order in which the values leave."""
+    pairs = tl.reshape(
+        tl.broadcast_to(_scale_pairs(byte.to(tl.int32), 0, FP4_BITS)[:, :, :, None], (8, SPLIT, 4, 4)), (8, SPLIT, 16)
+    )
+    v = _unpack_fp4(words, pairs)
+    return tl.join(tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6])), tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7])))
+
+
+@triton.jit
+def _split_tile(low, high, low_byte, high_byte, SPLIT: tl.constexpr):
+    """bf16 [SPLIT, 16, 128]; K is numbered (word, plane, lane, value), as Triton gives a lane four consecutive values."""
+    both = tl.join(_split_values(low, low_byte, SPLIT), _split_values(high, high_byte, SPLIT))
+    parts = tl.reshape(both, (8, SPLIT, 4, 8, 4, 2))  # row, warp, lane, word and plane, value, eight
+    return tl.reshape(tl.permute(parts, (1, 5, 0, 3, 2, 4)), (SPLIT, 16, 128))
+
+
+@triton.jit
+def _split_input(x, live, SPLIT: tl.constexpr):
+    """x: pointers [8, SPLIT, 1] to 128 values in the order of lanes -> [SPLIT, 128, 8] as `_split_tile` numbers K."""
+    k = tl.arange(0, 32)[None, None, :]
+    place = x + (k // 8 * 16 + k % 8)
+    planes = ()
+    for part in tl.static_range(4):  # plane, half of a lane's words
+        raw = tl.load(place + (part // 2 * 64 + part % 2 * 8), mask=live, other=0.0)
+        planes = planes + (tl.reshape(raw, (8, SPLIT, 4, 2, 4)),)
+    both = tl.join(tl.join(planes[0], planes[2]), tl.join(planes[1], planes[3]))  # token, warp, lane, word, value, plane, half
+    return tl.permute(tl.reshape(tl.permute(both, (1, 0, 6, 3, 5, 2, 4)), (SPLIT, 8, 128)), (0, 2, 1))
+
+
+@triton.jit
+def _split_products(w, s, row, gap, half, x, live, K, TILES, CHUNKS, SPLIT, WAIT):
+    """As `_products` for FP4 and 8 tokens, by SPLIT warps: each adds up every SPLIT-th 128 columns, and then all are added up."""
+    first = tl.arange(0, SPLIT)
+    sums = ()
+    for _ in tl.static_range(TILES):
+        sums = sums + (tl.zeros((SPLIT, 16, 8), tl.float32),)
+    data, scales = _load_split(w, s, row, gap, half, first, K, TILES, CHUNKS, SPLIT)
+    if WAIT:
+        gdc_wait()
+    for _ in range(0, K // 128, SPLIT * CHUNKS):
+        inputs = ()
+        for chunk in tl.static_range(CHUNKS):
+            step = (first + chunk * SPLIT)[None, :, None]
+            inputs = inputs + (_split_input(x[:, :, None] + step * 128, live[:, :, None] & (step < K // 128), SPLIT),)
+        first += SPLIT * CHUNKS
+        later, later_scales = _load_split(w, s, row, gap, half, first, K, TILES, CHUNKS, SPLIT)
+        for chunk in tl.static_range(CHUNKS):
+            new = ()
+            for tile in tl.static_range(TILES):
+                operand = _split_tile(
+                    data[2 * (chunk * TILES + tile)],
+                    data[2 * (chunk * TILES + tile) + 1],
+                    scales[2 * (chunk * TILES + tile)],
+                    scales[2 * (chunk * TILES + tile) + 1],
+                    SPLIT,
+                )
+                new = new + (tl.dot(operand, inputs[chunk], sums[tile]),)
+            sums = new
+        data, scales = later, later_scales
+    totals = ()
+    for tile in tl.static_range(TILES):
+        totals = totals + (tl.sum(sums[tile], 0),)
+    return totals
+
+
 # Products of many tokens: through shared memory
 
 
@@ -584,15 +675,26 @@ def moe_input(
     _store_input(x, inputs, tl.program_id(0).to(tl.int64), tl.program_id(1), D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
 
 
-@triton.jit
-def moe_swiglu(gate, up, gate_stride, up_stride, out, limit, I: tl.constexpr, WIDTH: tl.constexpr):
-    """The shared expert's hidden values bf16 [T, I] from bf16 w1 x and w3 x."""
+@triton.jit(do_not_specialize=["scales_stride", "tiles_stride"])
+def moe_swiglu(
+    gate, up, gate_stride, up_stride, out, scales, scales_stride, tiles_stride, limit,
+    I: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The shared expert's hidden values [T, I] from bf16 w1 x and w3 x: bf16, or with TILE codes uint8 and scales fp32 [T, I / TILE]."""
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     kept = column < I
     g = to_fp32(tl.load(gate + token * gate_stride + column, mask=kept, other=0.0))
     u = to_fp32(tl.load(up + token * up_stride + column, mask=kept, other=0.0))
-    tl.store(out + token * I + column, to_bf16(_swiglu(g, u, limit)), mask=kept)
+    hidden = _swiglu(g, u, limit)
+    if TILE is None:
+        tl.store(out + token * I + column, to_bf16(hidden), mask=kept)
+    else:
+        codes, exponent = e4m3_tiles(round_like(hidden, True), TILE, WIDTH)
+        tl.store(out + token * I + column, tl.reshape(codes, (WIDTH,)), mask=kept)
+        tile = tl.program_id(1) * (WIDTH // TILE) + tl.arange(0, WIDTH // TILE)
+        tl.store(scales + token * scales_stride + tile * tiles_stride, power_of_two(exponent), mask=tile * TILE < I)
 
 
 @triton.jit(do_not_specialize=["choices", "blocks"])
@@ -675,7 +777,7 @@ def _block(plan, order, blocks, first, E: tl.constexpr):
 def moe_up(
     inputs, w, s, plan, order, weights, hidden, arrivals, blocks, limit, first_expert,
     E: tl.constexpr, K: tl.constexpr, I: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
-    WARPS: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr,
+    WARPS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """hidden bf16 [places, I] = silu(w1 x) (w3 x) weight, on the grid and in the order of the second product's input.
@@ -704,9 +806,14 @@ def moe_up(
     BIAS: tl.constexpr = 1.0 if FORMAT == "plain" else 2.0**32
     to_hidden = hidden + places.to(tl.int64)[None, :] * I
     if WARPS == 1:
-        row = tl.arange(0, 16)
-        row = first + row % 8 + row // 8 * I
-        sums = _products(w, s, row, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, False)
+        if SPLIT > 1:
+            eight = first + tl.arange(0, 8)
+            scale_bytes = s.to(tl.pointer_type(tl.uint8), bitcast=True)
+            sums = _split_products(w, scale_bytes, eight, 8, I, x, kept[:, None], K, ROWS // 16, CHUNKS, SPLIT, False)
+        else:
+            row = tl.arange(0, 16)
+            row = first + row % 8 + row // 8 * I
+            sums = _products(w, s, row, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, False)
         for tile in tl.static_range(ROWS // 16):
             value = _hidden(sums[tile] * BIAS, weight, limit, 8, TOKENS)
             column = first + tile * 8 + tl.arange(0, 8)[:, None]
@@ -741,7 +848,7 @@ def moe_up(
 def moe_down(
     hidden, w, s, plan, order, outputs, blocks, first_expert,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
-    FORMAT: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """outputs bf16 [choices, N] = w2 hidden. What `moe_plan` wrote is there since `moe_up` began; only `hidden` has to be waited for."""
     if EARLY:
@@ -763,8 +870,13 @@ def moe_down(
     BIAS: tl.constexpr = 1.0 if FORMAT == "plain" else 2.0**32
     to_output = outputs + choice.to(tl.int64)[None, :] * N + first
     if WARPS == 1:
-        row = first + tl.arange(0, 16)
-        sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, EARLY)
+        if SPLIT > 1:
+            eight = first + tl.arange(0, 8)
+            scale_bytes = s.to(tl.pointer_type(tl.uint8), bitcast=True)
+            sums = _split_products(w, scale_bytes, eight, 16, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, SPLIT, EARLY)
+        else:
+            row = first + tl.arange(0, 16)
+            sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, EARLY)
         for tile in tl.static_range(ROWS // 16):
             value = to_bf16(sums[tile] * BIAS)
             tl.store(to_output + tile * 16 + tl.arange(0, 16)[:, None], value, mask=kept[None, :])
@@ -901,7 +1013,7 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     choices = tokens * k
     count, _, columns = experts.w13.shape
     _, rows, inner = experts.w2.shape
-    up, down = _fitting(config.up, columns), _fitting(config.down, inner)
+    up, down = _fitting(config.up, columns, experts.w13.format), _fitting(config.down, inner, experts.w2.format)
     assert (up.block_tokens, up.warps) == (down.block_tokens, down.warps), f"{config}: the products share their blocks of tokens"
     device, early = choice.inputs.device, choice.inputs.is_cuda
     tile = experts.w2.tile
@@ -925,13 +1037,14 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     moe_up[(up_rows // up.block_rows, blocks)](
         choice.inputs, experts.w13.words, experts.w13.scale, plan, order, choice.weights, hidden, counters, blocks, experts.limit, first,
         E=count, K=columns, I=inner, CHOICES=k, TOKENS=up.block_tokens, ROWS=up.block_rows, CHUNKS=up.chunks, WARPS=up.warps,
-        FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early, num_warps=up.warps, num_stages=1,
+        SPLIT=up.split, FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early,
+        num_warps=up.warps * up.split, num_stages=1,
         launch_pdl=early,
     )  # fmt: skip
     moe_down[(rows // down.block_rows, blocks)](
         hidden, experts.w2.words, experts.w2.scale, plan, order, outputs, blocks, first, E=count, K=inner, N=rows, TOKENS=down.block_tokens,
-        ROWS=down.block_rows, CHUNKS=down.chunks, WARPS=down.warps, FORMAT=experts.w2.format, EARLY=early, num_warps=down.warps,
-        num_stages=1, launch_pdl=early,
+        ROWS=down.block_rows, CHUNKS=down.chunks, WARPS=down.warps, SPLIT=down.split, FORMAT=experts.w2.format, EARLY=early,
+        num_warps=down.warps * down.split, num_stages=1, launch_pdl=early,
     )  # fmt: skip
     return Routed(outputs, choice.experts, first, count)
 
@@ -940,11 +1053,18 @@ def shared_expert(x: Tensor, experts: KernelExperts, batch_invariant: bool = Fal
     """The shared expert of all tokens: bf16 [T, D]."""
     gate, up = linear(x, experts.shared_in, batch_invariant=batch_invariant)
     tokens, inner = gate.shape
-    hidden = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
-    width = min(1024, triton.next_power_of_2(inner))
-    moe_swiglu[(tokens, triton.cdiv(inner, width))](
-        gate, up, gate.stride(0), up.stride(0), hidden, experts.limit, I=inner, WIDTH=width, num_warps=4
-    )
+    hidden: Tensor | QuantisedInput = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
+    tile, out, scales, width = None, hidden, None, min(1024, triton.next_power_of_2(inner))
+    if takes_codes(tokens, experts.shared_out, batch_invariant=batch_invariant):
+        tile = experts.shared_out.groups[0].tile
+        assert tile is not None
+        hidden = QuantisedInput.empty(tokens, (inner,), tile, x.device)
+        out, scales, width = hidden.codes.view(torch.uint8), hidden.scales, max(tile, width)
+    programs = tokens, triton.cdiv(inner, width)
+    moe_swiglu[programs](
+        gate, up, gate.stride(0), up.stride(0), out, scales, *((0, 0) if scales is None else scales.stride()), experts.limit, I=inner, WIDTH=width, TILE=tile, num_warps=4,
+        **early(math.prod(programs), x),
+    )  # fmt: skip
     return linear(hidden, experts.shared_out, batch_invariant=batch_invariant)[0]
 
 
@@ -1019,16 +1139,18 @@ def shared_part(x: Tensor, experts: KernelExperts, *, batch_invariant: bool = Fa
     return shared_expert(x, experts, batch_invariant) if len(x) else torch.empty_like(x)
 
 
-def _fitting(config: ProductConfig, columns: int) -> ProductConfig:
-    """The config with no more chunks than divide the columns."""
+def _fitting(config: ProductConfig, columns: int, format: str) -> ProductConfig:
+    """The config with no more chunks than divide the columns, and a split where there is one."""
     if config.warps > 1:
+        return config
+    if format == "fp4" and config.split > 1:
         return config
     return ProductConfig(config.block_tokens, config.block_rows, math.gcd(config.chunks, columns // 128), 1)
 
 
 def aot_cases() -> list[AotCase]:
     flash, v41 = (4096, 2048, 256, 128), (5120, 2304, 384, 32)  # D, I, E, tile of the input's grid
-    few, more, mid, many = (ProductConfig(*c) for c in ((8, 16, 2, 1), (8, 32, 2, 1), (16, 128, 3, 4), (128, 128, 3, 8)))
+    few, more, mid, many = (ProductConfig(*c) for c in ((8, 16, 2, 1, 2), (8, 32, 2, 1), (16, 128, 3, 4), (128, 128, 3, 8)))
     cases = []
     for name, sizes, format, configs in (
         ("v4 fp4", flash, "fp4", (few, more, mid, many)),
@@ -1054,9 +1176,10 @@ def _product_cases(
     name: str, sizes: tuple[int, int, int, int | None], format: str, config: ProductConfig, archs: tuple[int, ...]
 ) -> list[AotCase]:
     dim, inner, experts, tile = sizes
+    config = _fitting(config, math.gcd(dim, inner), format)
     constants = {
         "E": experts,
-        "TOKENS": config.block_tokens, "ROWS": config.block_rows, "CHUNKS": config.chunks, "WARPS": config.warps, "FORMAT": format,
+        "TOKENS": config.block_tokens, "ROWS": config.block_rows, "CHUNKS": config.chunks, "WARPS": config.warps, "SPLIT": config.split, "FORMAT": format,
         "EARLY": True,
     } | ({"s": None} if format == "plain" else {})  # fmt: skip
     quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
@@ -1069,7 +1192,7 @@ def _product_cases(
     output = weights | {"hidden": "*bf16", "outputs": "*bf16"}
     return [
         AotCase(
-            f"{kernel.fn.__name__} {text}", kernel, signature, constants | sizes_of, num_warps=config.warps, num_stages=1,
+            f"{kernel.fn.__name__} {text}", kernel, signature, constants | sizes_of, num_warps=config.warps * config.split, num_stages=1,
             aligned=tuple(n for n, kind in signature.items() if kind[0] == "*"), archs=archs,
             spill_reason="8 bytes in front of the loop, on 100 only" if format == "plain" else None,
         )
@@ -1118,11 +1241,27 @@ def _routing_cases(name: str, sizes: tuple[int, int, int, int | None], format: s
         cases.append(
             AotCase(f"moe_plan {name} {block}", moe_plan, plan, constants, num_warps=warps, aligned=("experts", "order"))
         )
-    swiglu = {"gate": "*bf16", "up": "*bf16", "gate_stride": "i32", "up_stride": "i32", "out": "*bf16", "limit": "fp32"}
+    swiglu = {
+        "gate": "*bf16",
+        "up": "*bf16",
+        "gate_stride": "i32",
+        "up_stride": "i32",
+        "out": "*u8",
+        "scales": "*fp32",
+        "scales_stride": "i32",
+        "tiles_stride": "i32",
+        "limit": "fp32",
+    }
     total = {"outputs": "*bf16", "experts": "*i32", "shared": "*bf16", "token_ids": "*i64", "out": "*bf16", "first": "i32"}
     constants = {"E": experts, "N": dim, "D": dim, "CHOICES": 6, "WIDTH": 1024, "EARLY": True}
     return [
         *cases,
-        AotCase(f"moe_swiglu {name}", moe_swiglu, swiglu, {"I": inner, "WIDTH": 1024}, aligned=("gate", "up", "out")),
+        AotCase(
+            f"moe_swiglu {name}",
+            moe_swiglu,
+            swiglu,
+            {"I": inner, "WIDTH": 1024, "TILE": tile, "EARLY": True},
+            aligned=("gate", "up", "out"),
+        ),
         AotCase(f"moe_sum {name}", moe_sum, total, constants, aligned=("outputs", "shared", "out")),
     ]

@@ -13,7 +13,7 @@ from abyssal.ops.linear.triton import QuantisedInput
 
 
 @triton.jit
-def _norm_row(x, stride, weight, out, scales, row, rows, D, eps, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def _norm_row(x, stride, weight, out, scales, scales_stride, tiles_stride, row, D, eps, WIDTH: tl.constexpr, TILE: tl.constexpr):
     column = tl.arange(0, WIDTH)
     inside = column < D
     values = to_fp32(tl.load(x + row * stride + column, mask=inside, other=0.0))
@@ -25,21 +25,21 @@ def _norm_row(x, stride, weight, out, scales, row, rows, D, eps, WIDTH: tl.const
         codes, exponent = e4m3_tiles(round_like(values, True), TILE, WIDTH)
         tl.store(out + row * D + column, tl.reshape(codes, (WIDTH,)), mask=inside)
         tile = tl.arange(0, WIDTH // TILE)
-        tl.store(scales + tile * rows + row, power_of_two(exponent), mask=tile * TILE < D)
+        tl.store(scales + row * scales_stride + tile * tiles_stride, power_of_two(exponent), mask=tile * TILE < D)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["scales_stride", "tiles_stride"])
 def rms_norm_kernel(
-    x, x_stride, x_weight, x_out, x_scales, DX, y, y_stride, y_weight, y_out, DY, rows, eps,
+    x, x_stride, x_weight, x_out, x_scales, scales_stride, tiles_stride, DX, y, y_stride, y_weight, y_out, DY, eps,
     WX: tl.constexpr, WY: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (0, r): row r of x, as codes uint8 and scales fp32 [DX / TILE, rows] if TILE is given; program (1, r): row r of y."""
+    """Program (0, r): row r of x, as codes uint8 and scales fp32 [rows, DX / TILE] if TILE is given; program (1, r): row r of y."""
     wait_for_inputs(EARLY)
     row = tl.program_id(1).to(tl.int64)
     if tl.program_id(0) == 0:
-        _norm_row(x, x_stride, x_weight, x_out, x_scales, row, rows, DX, eps, WX, TILE)
+        _norm_row(x, x_stride, x_weight, x_out, x_scales, scales_stride, tiles_stride, row, DX, eps, WX, TILE)
     elif y is not None:
-        _norm_row(y, y_stride, y_weight, y_out, None, row, rows, DY, eps, WY, None)
+        _norm_row(y, y_stride, y_weight, y_out, None, 0, 0, row, DY, eps, WY, None)
 
 
 def rms_norm(*pairs: tuple[Tensor, Tensor], eps: float, tile: int | None = None) -> tuple[Tensor | QuantisedInput, ...]:
@@ -59,8 +59,8 @@ def rms_norm(*pairs: tuple[Tensor, Tensor], eps: float, tile: int | None = None)
     if rows:
         second = 1 if y is None else y.shape[1]
         rms_norm_kernel[len(pairs), rows](
-            x, x.stride(0), x_weight, x_out, None if quantised is None else quantised.scales, columns,
-            y, 0 if y is None else y.stride(0), y_weight, y_out, second, rows, eps,
+            x, x.stride(0), x_weight, x_out, *((None, 0, 0) if quantised is None else (quantised.scales, *quantised.scales.stride())), columns,
+            y, 0 if y is None else y.stride(0), y_weight, y_out, second, eps,
             WX=triton.next_power_of_2(columns), WY=triton.next_power_of_2(second), TILE=tile,
             num_warps=4, **early(len(pairs) * rows, x),
         )  # fmt: skip
@@ -69,7 +69,16 @@ def rms_norm(*pairs: tuple[Tensor, Tensor], eps: float, tile: int | None = None)
 
 
 def aot_cases() -> list[AotCase]:
-    first = {"x": "*bf16", "x_stride": "i32", "x_weight": "*fp32", "x_scales": "*fp32", "DX": "i32", "rows": "i32", "eps": "fp32"}
+    first = {
+        "x": "*bf16",
+        "x_stride": "i32",
+        "x_weight": "*fp32",
+        "x_scales": "*fp32",
+        "scales_stride": "i32",
+        "tiles_stride": "i32",
+        "DX": "i32",
+        "eps": "fp32",
+    }
     second = {"y": "*bf16", "y_stride": "i32", "y_weight": "*fp32", "y_out": "*bf16", "DY": "i32"}
     absent = {"y": None, "y_weight": None, "y_out": None}
     aligned = ("x", "x_stride", "x_weight", "x_out", "x_scales", "DX", "y", "y_stride", "y_weight", "y_out", "DY")

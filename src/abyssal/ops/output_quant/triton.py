@@ -39,13 +39,13 @@ def output_quant_config(tokens: int) -> OutputQuantConfig:
     return OutputQuantConfig(1, 1) if tokens <= 8 else OutputQuantConfig(8, 4) if tokens <= 64 else OutputQuantConfig(4, 4)
 
 
-@triton.jit(do_not_specialize=["scales_stride", "tokens"])
+@triton.jit(do_not_specialize=["scales_stride", "tiles_stride", "tokens"])
 def output_quant_kernel(
-    out, out_stride_t, out_stride_h, rope, result, scales, scales_stride, tokens,
+    out, out_stride_t, out_stride_h, rope, result, scales, scales_stride, tiles_stride, tokens,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, quant: tl.constexpr, CODES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """CODES: e4m3 codes to `result` uint8 [T, H, D] and scales fp32 [H D / tile, T]; else values in result's type."""
+    """CODES: e4m3 codes to `result` uint8 [T, H, D] and scales fp32 [T, H D / tile]; else values in result's type."""
     head = tl.program_id(0) % HEADS
     last = tl.program_id(0) // HEADS * TOKENS + tl.arange(0, TOKENS)[:, None]
     token = tl.minimum(last, tokens - 1).to(tl.int64)  # beyond the last token it is done again
@@ -63,7 +63,7 @@ def output_quant_kernel(
         if CODES:
             tl.store(result + row * D + column, codes)
             tile = head * (D // quant.tile) + tl.arange(0, D // quant.tile)[None, :]
-            tl.store(scales + tile.to(tl.int64) * scales_stride + token, scale)
+            tl.store(scales + token * scales_stride + tile.to(tl.int64) * tiles_stride, scale)
         else:
             tiles = tl.reshape(e4m3_values(codes), (TOKENS, D // quant.tile, quant.tile)) * scale[:, :, None]
             store_like(result + row * D + column, tl.reshape(tiles, (TOKENS, D)))
@@ -107,7 +107,7 @@ def _launch(
     config = config or output_quant_config(tokens)
     programs = triton.cdiv(tokens, config.tokens_per_program) * heads
     output_quant_kernel[(programs,)](
-        out, out.stride(0), out.stride(1), torch.view_as_real(rope), result, scales, 0 if scales is None else scales.stride(0),
+        out, out.stride(0), out.stride(1), torch.view_as_real(rope), result, scales, *((0, 0) if scales is None else scales.stride()),
         tokens, HEADS=heads, TOKENS=config.tokens_per_program, D=dim, ROPE=2 * rope.shape[1], quant=grid, CODES=scales is not None,
         num_warps=config.num_warps, **early(programs, out),
     )  # fmt: skip
@@ -121,6 +121,7 @@ def aot_cases() -> list[AotCase]:
         "rope": "*fp32",
         "scales": "*fp32",
         "scales_stride": "i32",
+        "tiles_stride": "i32",
         "tokens": "i32",
     }
     return [
