@@ -188,7 +188,10 @@ def test_tokenizer_larger_than_the_model_is_refused(size):
         '"x"',
         "{}",
         '{"model": 3}',
+        "[" * 100_000,
         json.dumps(changed(decoder=None)),
+        json.dumps(changed(decoder="ByteLevel")),
+        json.dumps(changed(decoder=[1])),
         json.dumps(changed(model={"type": "X"})),
     ],
 )

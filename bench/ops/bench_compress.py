@@ -6,26 +6,33 @@ which completes an entry with its one token (ratio 128: adds a row to its sums);
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from torch import Tensor
 
 import abyssal.ops.compress.triton as kernels
 from abyssal.kv import layouts
 from abyssal.kv.batch import CompressFacts, StoreFacts
+from abyssal.kv.layouts import Layout
 from abyssal.ops.compress import compress as reference
 from bench.ops import write_path as wp
 
 ENTRIES, STATE_ENTRIES = 64, 4
 CASES = (("v4 main", 4, "v4"), ("v4 keys", 4, "index_fp8"), ("v4.1 main", 2, "v41_fp4"))
+CONFIGS = {512: (4, 8), 128: (1, 2)}  # warps, by the width of an entry
+SUM_CONFIGS = (kernels.SumConfig(8, 8), kernels.SumConfig(16, 8))
 
 
 def step(
-    sources: torch.Tensor, carried: torch.Tensor, entry_slots: torch.Tensor, rope: torch.Tensor,
-    carried_sums: torch.Tensor | None = None, sum_slots: torch.Tensor | None = None, token_each: bool = False,
+    sources: Tensor, carried: Tensor, entry_slots: Tensor, rope: Tensor, carried_sums: Tensor | None = None,
+    sum_slots: Tensor | None = None, token_each: bool = False, phases: Tensor | None = None,
 ) -> CompressFacts:  # fmt: skip
     """Facts of one layer, of kinds `entries`, `state` and `sums`."""
     none = sources.new_empty(1, 0)
     return CompressFacts(
-        phases=none[0],
+        phases=none[0] if phases is None else phases,
         sources=sources,
         carried={"state": carried.unsqueeze(0)},
         carried_sums={"sums": none if carried_sums is None else carried_sums.unsqueeze(0)},
@@ -36,131 +43,124 @@ def step(
     )
 
 
-def groups_of(tokens: int, ratio: int) -> tuple[torch.Tensor, int, torch.Tensor]:
-    """Sources [E, slots], carried rows, and the tokens whose state is kept."""
-    slots = 8 if ratio == 4 else ratio
-    if tokens <= 64:  # decoding: all but the last row of an entry are carried
-        old = torch.arange(tokens * (slots - 1), device=wp.DEVICE).view(tokens, slots - 1)
-        new = tokens * (slots - 1) + torch.arange(tokens, device=wp.DEVICE).unsqueeze(1)
-        return torch.cat([old, new], 1), tokens * (slots - 1), torch.arange(tokens, device=wp.DEVICE)
-    first = torch.arange(0, tokens, ratio, device=wp.DEVICE).unsqueeze(1)
-    sources = first + torch.arange(ratio - slots, ratio, device=wp.DEVICE)
-    kept = torch.arange(tokens - 16, tokens, device=wp.DEVICE)
-    return torch.where(sources < 0, tokens, sources), 0, kept
+@dataclass(frozen=True)
+class Inputs:
+    rows: Tensor
+    bias: Tensor | None
+    norm: Tensor
+    facts: CompressFacts
+    store: StoreFacts
+    state: kernels.Pages
+    sums: kernels.Pages | None
+    entries: kernels.Pages
+    options: dict[str, Any]
+
+    def fused(self, **config: Any) -> None:
+        kernels.compress(
+            self.rows, self.bias, self.norm, self.facts, self.store, self.state, self.sums, self.entries, 0, **self.options, **config
+        )  # fmt: skip
+
+    def chain(self) -> wp.Chain:
+        """The reference on this step; its views are made outside, since inductor refuses to change one memory through views of two types."""
+        kinds = (self.state, self.sums, self.entries)
+        state, sums, entries = (None if k is None else wp.view(k.name, k.data, k.layout, k.entries_per_page) for k in kinds)
+        bias, norm, facts, store, options = self.bias, self.norm, self.facts, self.store, self.options
+
+        def run(rows: Tensor) -> Tensor:
+            return reference(rows, bias, norm, facts, store, state, sums, entries, 0, **options)
+
+        return run
 
 
 def main() -> None:
     args = wp.arguments(__doc__ or "")
     table = wp.Table("compress", not args.no_compile)
     for name, ratio, layout_name in CASES:
-        layout = layouts.get(layout_name)
-        dim, overlap, keys = layout.dim, ratio == 4, layout.dim == 128
-        width = (4 if overlap else 2) * dim
-        state = layouts.state_rows(width)
         for tokens in args.tokens:
-            sources, num_carried, kept = groups_of(tokens, ratio)
-            count, slots = sources.shape
-            # With overlap an entry reads half of each row.
-            moved = (
-                count * slots * 2 * dim * 4 + count * (layout.bytes_per_entry + 64 * 4 + slots * 8) + len(kept) * width * 4 * 2
-            )
-            inputs = []
-            for _ in range(wp.copies(tokens, moved)):
-                rows = torch.randn(tokens, width, device=wp.DEVICE)
-                data, entry_slots = wp.pool(layout, count, ENTRIES)
-                states, state_slots = wp.pool(state, num_carried + len(kept), STATE_ENTRIES)
-                states.view(torch.float32).normal_()
-                norm = torch.rand(dim, device=wp.DEVICE) + 0.5
-                inputs.append(
-                    (
-                        rows,
-                        norm,
-                        data,
-                        entry_slots,
-                        states,
-                        state_slots[:num_carried].int(),
-                        state_slots[num_carried:],
-                        wp.table(count),
-                    )
-                )
-            base = kernels.compress_config(dim, slots)
-            for num_warps in (base.num_warps, 2 * base.num_warps):
+            inputs, moved = whole_groups(layouts.get(layout_name), ratio, tokens)
+            for num_warps in CONFIGS[len(inputs[0].norm)]:
                 config = kernels.CompressConfig(num_warps)
-
-                def fused(
-                    rows, norm, data, entry_slots, states, carried, state_slots, rope, config=config, sources=sources, kept=kept,
-                    layout=layout, state=state, overlap=overlap, keys=keys, each=tokens <= 64,
-                ):  # fmt: skip
-                    kernels.compress(
-                        rows, norm, step(sources, carried, entry_slots, rope, token_each=each),
-                        StoreFacts(kept, state_slots.unsqueeze(0)),
-                        kernels.Pages("state", states, state, STATE_ENTRIES), None, kernels.Pages("entries", data, layout, ENTRIES), 0,
-                        overlap=overlap, rotate_keys=keys, eps=1e-6, dtype=torch.bfloat16, config=config,
-                    )  # fmt: skip
-
-                table.time(name, tokens, f"warps {num_warps}", fused, inputs, moved)
-
-            def chain(
-                rows, norm, data, entry_slots, states, carried, state_slots, rope,
-                sources=sources, kept=kept, layout=layout, state=state, overlap=overlap, keys=keys,
-            ):  # fmt: skip
-                views = wp.view("state", states, state, STATE_ENTRIES), None, wp.view("entries", data, layout, ENTRIES)
-                reference(
-                    rows, norm, step(sources, carried, entry_slots, rope), StoreFacts(kept, state_slots.unsqueeze(0)), *views, 0,
-                    overlap=overlap, rotate_keys=keys, eps=1e-6, dtype=torch.bfloat16,
-                )  # fmt: skip
-
-            table.time_chain(name, tokens, chain, inputs, moved)
+                calls = [(one, {"config": config}) for one in inputs]
+                table.time(name, tokens, f"warps {num_warps}", lambda one, config: one.fused(**config), calls, moved)
+            table.time_chain(name, tokens, inputs[0].chain(), [(inputs[0].rows,)], moved)
             del inputs
     for tokens in args.tokens:
-        time_ratio_128(table, tokens)
+        inputs, moved = summed_groups(tokens)
+        for config in SUM_CONFIGS[:1] if tokens <= 64 else SUM_CONFIGS:
+            calls = [(one, {"sum_config": config}) for one in inputs]
+            variant = "" if tokens <= 64 else f"parts of {config.part}, {config.num_warps} warps"
+            table.time("v4 ratio 128", tokens, variant, lambda one, config: one.fused(**config), calls, moved)
+        table.time_chain("v4 ratio 128", tokens, inputs[0].chain(), [(inputs[0].rows,)], moved)
+        del inputs
     table.print()
     table.save(args.json)
 
 
-def time_ratio_128(table: wp.Table, tokens: int) -> None:
-    """Decoding: every sequence adds one row to its sums, no entry completes. A chunk: an entry per 128 tokens, from its own rows."""
+def whole_groups(layout: Layout, ratio: int, tokens: int) -> tuple[list[Inputs], int]:
+    """Inputs and the bytes of one call, for ratios 2 and 4."""
+    dim, overlap, each = layout.dim, ratio == 4, tokens <= 64
+    slots, width = (8, 4 * dim) if overlap else (ratio, 2 * dim)
+    state = layouts.state_rows(width)
+    token = torch.arange(tokens, device=wp.DEVICE)
+    if each:  # all but the last row of an entry are carried
+        old = torch.arange(tokens * (slots - 1), device=wp.DEVICE).view(tokens, slots - 1)
+        sources, num_carried, kept = torch.cat([old, old.numel() + token.unsqueeze(1)], 1), old.numel(), token
+    else:
+        sources = token[::ratio].unsqueeze(1) + torch.arange(ratio - slots, ratio, device=wp.DEVICE)
+        sources, num_carried, kept = torch.where(sources < 0, tokens, sources), 0, token[-16:]
+    count = len(sources)
+    phases = torch.full_like(token, ratio - 1) if each else token % ratio
+    bias = torch.randn(ratio, width // 2, device=wp.DEVICE) if overlap else None
+    # With overlap an entry reads half of each row.
+    moved = count * slots * 2 * dim * 4 + count * (layout.bytes_per_entry + 64 * 4 + slots * 8) + len(kept) * width * 4 * 2
+    inputs = []
+    for _ in range(wp.copies(tokens, moved)):
+        data, entry_slots = wp.pool(layout, count, ENTRIES)
+        states, state_slots = wp.pool(state, num_carried + len(kept), STATE_ENTRIES)
+        states.view(torch.float32).normal_()
+        facts = step(sources, state_slots[:num_carried].int(), entry_slots.int(), wp.table(count), token_each=each, phases=phases)
+        inputs.append(Inputs(
+            torch.randn(tokens, width, device=wp.DEVICE), bias, torch.rand(dim, device=wp.DEVICE) + 0.5, facts,
+            StoreFacts(kept, state_slots[num_carried:].unsqueeze(0)), kernels.Pages("state", states, state, STATE_ENTRIES), None,
+            kernels.Pages("entries", data, layout, ENTRIES),
+            {"overlap": overlap, "rotate_keys": dim == 128, "eps": 1e-6, "dtype": torch.bfloat16},
+        ))  # fmt: skip
+    return inputs, moved
+
+
+def summed_groups(tokens: int) -> tuple[list[Inputs], int]:
+    """The same for ratio 128. Decoding: every sequence adds one row to its sums, no entry completes. A chunk: an entry per 128 tokens."""
     layout, ring, record = layouts.get("v4"), layouts.state_rows(1024), layouts.state_rows(1536)
-    rows, norm = torch.randn(tokens, 1024, device=wp.DEVICE), torch.rand(512, device=wp.DEVICE) + 0.5
     each = tokens <= 64
     sequences, count = (tokens, tokens) if each else (1, tokens // 128)
-    rings, records = wp.pool(ring, 8 * sequences, 8)[0], wp.pool(record, sequences, 1)[0]
-    rings.view(torch.float32).normal_()
-    data, entry_slots = wp.pool(layout, count, 2)
+    token = torch.arange(tokens, device=wp.DEVICE)
     pages = torch.arange(1, sequences + 1, device=wp.DEVICE)
-    none = pages[:0]
     if each:
-        entry_slots = torch.full_like(entry_slots, -1)
         carried = (pages.unsqueeze(1) * 8 + torch.arange(8, device=wp.DEVICE)).flatten()
         sources = torch.full((2 * tokens, 9), 9 * tokens, device=wp.DEVICE)
         sources[tokens:, 0] = torch.arange(0, 8 * tokens, 8, device=wp.DEVICE)
-        before, after = pages.repeat(2), pages
-        kept, ring_slots = torch.arange(sequences, device=wp.DEVICE), pages * 8
+        before, after, kept, ring_slots = pages.repeat(2), pages, token, pages * 8
         moved = sequences * (4096 + 2 * 6144 + 2 * 4096)
     else:
-        sources, carried = torch.arange(count * 128, device=wp.DEVICE).view(count, 128), none
-        before, after = torch.full((count,), -1, device=wp.DEVICE), none
-        kept, ring_slots = torch.arange(tokens - 8, tokens, device=wp.DEVICE), 8 + torch.arange(8, device=wp.DEVICE)
+        sources, carried = token.view(count, 128), pages[:0]
+        before, after, kept = torch.full((count,), -1, device=wp.DEVICE), pages[:0], token[-8:]
+        ring_slots = 8 + torch.arange(8, device=wp.DEVICE)
         moved = tokens * 4096 + count * layout.bytes_per_entry
-    facts = step(sources, carried, entry_slots, wp.table(count), before, after, each)
-    store = StoreFacts(kept, ring_slots.unsqueeze(0))
-    ring_pages, sums = kernels.Pages("state", rings, ring, 8), kernels.Pages("sums", records, record, 1)
-    options = {"overlap": False, "rotate_keys": False, "eps": 1e-6, "dtype": torch.bfloat16}
-    for num_warps, part in ((4, 8),) if each else ((4, 8), (4, 16)):
-        config = kernels.CompressConfig(num_warps, part)
-        table.time(
-            "v4 ratio 128", tokens, f"warps {num_warps}" + f", parts of {part}" * (not each),
-            lambda config: kernels.compress(
-                rows, norm, facts, store, ring_pages, sums, kernels.Pages("entries", data, layout, 2), 0, config=config, **options
-            ),
-            [(config,)], moved,
-        )  # fmt: skip
-    views = wp.view("state", rings, ring, 8), wp.view("sums", records, record, 1), wp.view("entries", data, layout, 2)
-
-    def chain(rows):
-        reference(rows, norm, facts, store, *views, 0, **options)
-
-    table.time_chain("v4 ratio 128", tokens, chain, [(rows,)], moved)
+    bias = torch.randn(128, 512, device=wp.DEVICE)
+    inputs = []
+    for _ in range(wp.copies(tokens, moved)):
+        data, entry_slots = wp.pool(layout, count, 2)
+        rings, records = wp.pool(ring, 8 * sequences, 8)[0], wp.pool(record, sequences, 1)[0]
+        rings.view(torch.float32).normal_()
+        slots = torch.full_like(entry_slots, -1) if each else entry_slots
+        facts = step(sources, carried.int(), slots.int(), wp.table(count), before, after, each, token % 128)
+        inputs.append(Inputs(
+            torch.randn(tokens, 1024, device=wp.DEVICE), bias, torch.rand(512, device=wp.DEVICE) + 0.5, facts,
+            StoreFacts(kept, ring_slots.unsqueeze(0)), kernels.Pages("state", rings, ring, 8), kernels.Pages("sums", records, record, 1),
+            kernels.Pages("entries", data, layout, 2),
+            {"overlap": False, "rotate_keys": False, "eps": 1e-6, "dtype": torch.bfloat16},
+        ))  # fmt: skip
+    return inputs, moved
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def main() -> None:
                 (torch.randn(tokens, shape.heads, 512, device=wp.DEVICE, dtype=torch.bfloat16), wp.table(tokens))
                 for _ in range(wp.copies(tokens, moved))
             ]
-            for per_program, num_warps in ((1, 1), (4, 2), (4, 4)):
+            for per_program, num_warps in ((1, 1), (4, 2), (4, 4), (8, 4)):
                 config = kernels.OutputQuantConfig(per_program, num_warps)
                 table.time(
                     shape.name, tokens, f"of {per_program} tokens, {num_warps} warps",

@@ -55,7 +55,7 @@ def pairs(tokens: int, num_warps: int = 4) -> Callable[[], None]:
     store_facts = StoreFacts(index, state_slots[tokens:].unsqueeze(0))
     pages, kept = compressor.Pages("entries", data, layout, ENTRIES), compressor.Pages("state", states, state, 4)
     return lambda: compressor.compress(
-        rows, norm, facts, store_facts, kept, None, pages, 0, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
+        rows, None, norm, facts, store_facts, kept, None, pages, 0, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
         config=compressor.CompressConfig(num_warps),
     )  # fmt: skip
 

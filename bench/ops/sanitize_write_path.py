@@ -78,10 +78,12 @@ def compress_kernels() -> None:
         sources[:, -1] = 3
         pages = torch.arange(1, 5, device=wp.DEVICE)
         facts = step(
-            sources, state_slots[:3], entry_slots, wp.table(2), torch.tensor([1, -1, 2, -1], device=wp.DEVICE)[:groups], pages[:2]
+            sources, state_slots[:3], entry_slots, wp.table(2), torch.tensor([1, -1, 2, -1], device=wp.DEVICE)[:groups], pages[:2],
+            phases=torch.arange(TOKENS, device=wp.DEVICE) % ratio,
         )  # fmt: skip
+        bias = torch.randn(ratio, width // 2, device=wp.DEVICE) if ratio > 2 else None
         compressor.compress(
-            torch.randn(TOKENS, width, device=wp.DEVICE), torch.ones(dim, device=wp.DEVICE), facts,
+            torch.randn(TOKENS, width, device=wp.DEVICE), bias, torch.ones(dim, device=wp.DEVICE), facts,
             StoreFacts(torch.arange(TOKENS, device=wp.DEVICE), state_slots[None, 3:]),
             compressor.Pages("state", states, state, ENTRIES), compressor.Pages("sums", records, record, 1) if ratio == 128 else None,
             compressor.Pages("entries", data, layout, ENTRIES), 0, overlap=ratio == 4, rotate_keys=dim == 128, eps=1e-6,
@@ -102,10 +104,12 @@ def token_each_kernels() -> None:
         entry_slots[1] = -1
         pages = each + 1
         facts = step(
-            sources.repeat(2 if ratio == 128 else 1, 1), carried, entry_slots, wp.table(TOKENS), pages.repeat(2), pages, True
-        )
+            sources.repeat(2 if ratio == 128 else 1, 1), carried, entry_slots, wp.table(TOKENS), pages.repeat(2), pages, True,
+            each % ratio,
+        )  # fmt: skip
+        bias = torch.randn(ratio, width // 2, device=wp.DEVICE) if ratio > 2 else None
         compressor.compress(
-            torch.randn(TOKENS, width, device=wp.DEVICE), torch.ones(dim, device=wp.DEVICE), facts,
+            torch.randn(TOKENS, width, device=wp.DEVICE), bias, torch.ones(dim, device=wp.DEVICE), facts,
             StoreFacts(each, state_slots[None, len(carried) :]), compressor.Pages("state", states, state, ENTRIES),
             compressor.Pages("sums", wp.pool(record, TOKENS, 1)[0], record, 1) if ratio == 128 else None,
             compressor.Pages("entries", data, layout, ENTRIES), 0, overlap=ratio == 4, rotate_keys=dim == 128, eps=1e-6,

@@ -7,6 +7,7 @@ ordinary text unless told otherwise, and `encode_segments` takes the places wher
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +58,10 @@ class Tokenizer:
     """
 
     def __init__(self, raw: dict[str, Any], bos_text: str | None = None, eos_text: str | None = None) -> None:
-        if (decoder := (raw.get("decoder") or {}).get("type")) != "ByteLevel":
-            raise CheckpointError(f"tokenizer.json has the decoder {decoder!r}; only byte-level BPE (ByteLevel) is supported")
+        decoder = raw.get("decoder")
+        if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
+            shown = reprlib.repr(decoder)
+            raise CheckpointError(f"tokenizer.json has the decoder {shown}; only byte-level BPE (type ByteLevel) is supported")
         self._control = _build(raw)
         # The library can switch off only the added tokens marked special; V4's turn marks need not be. So text has its own.
         self._text = _build({**raw, "added_tokens": []})
@@ -84,8 +87,8 @@ class Tokenizer:
         if not path.exists():
             return None
         options_path = folder / "tokenizer_config.json"
-        options = _read_json(options_path) if options_path.exists() else {}
-        tokenizer = cls(_read_json(path), _spelling(options, "bos_token"), _spelling(options, "eos_token"))
+        options = read_object(options_path) if options_path.exists() else {}
+        tokenizer = cls(read_object(path), _spelling(options, "bos_token"), _spelling(options, "eos_token"))
         if tokenizer.vocab_size > model_vocab_size:
             raise CheckpointError(
                 f"{path}: token ids go up to {tokenizer.vocab_size - 1}, but the model's vocab_size is {model_vocab_size}; "
@@ -207,10 +210,15 @@ def _build(raw: dict[str, Any]) -> tokenizers.Tokenizer:
         raise CheckpointError(f"tokenizer.json cannot be used: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds something else.
+    """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, not {type(raw).__name__}")

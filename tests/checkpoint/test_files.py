@@ -84,7 +84,7 @@ def test_j13_no_tensors(tmp_path):
     assert "holds no tensors" in refused(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "no json", "\x00", "\xff\xfe"])
+@pytest.mark.parametrize("text", ["", "{", "no json", "\x00", "\xff\xfe", "[" * 100_000])
 def test_j13_index_is_not_json(tmp_path, text):
     sharded(tmp_path)
     (tmp_path / INDEX).write_bytes(text.encode("latin-1"))

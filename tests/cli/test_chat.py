@@ -72,6 +72,15 @@ def test_an_unknown_command_is_not_sent(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "unknown command '/rest'" in capsys.readouterr().err
 
 
+def test_input_that_is_no_text_ends_the_conversation_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = ScriptedLLM()
+    lines = io.TextIOWrapper(io.BytesIO(b"one\n" + b"\n" * 10_000 + b"gr\xfcn\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", lines)
+    with pytest.raises(RequestError, match="standard input is not utf-8: byte 0xfc"):
+        converse(llm, [], SamplingParams(), True)  # type: ignore[arg-type]
+    assert len(llm.asked) == 1
+
+
 def test_a_failed_turn_is_forgotten(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Refused at the start, or ended by an error of the engine half way."""
     llm = ScriptedLLM(errors={1: RequestError("the prompt is too long"), 2: "not a number in the logits"})

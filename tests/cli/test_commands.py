@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,6 +126,12 @@ def test_generate_completes_a_prompt() -> None:
     piped = run("generate", "--prompt", "-", *options, stdin="In the beginning God created")
     assert direct.code == piped.code == 0, direct.err
     assert direct.out == piped.out and direct.out.strip()
+
+
+def test_a_prompt_that_is_no_text_is_one_error(call: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"gr\xfcn"), encoding="utf-8"))
+    done = call("generate", "--prompt", "-", *ENGINE)
+    assert done.code == 1 and done.err.strip() == "error: standard input is not utf-8: byte 0xfc; convert it to utf-8"
 
 
 def test_chat_answers_piped_lines() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,3 +158,70 @@ def pair(
         process.join(60)
         process.kill()
         link.close()
+
+
+class LocalLink:
+    """One way between two engines of this process: what is received has been sent, since notes are taken later."""
+
+    bytes_sent = 0
+
+    def __init__(self, rank: int, way: deque[torch.Tensor]) -> None:
+        self.rank, self._way = rank, way
+
+    def connect(self, senders: int) -> None:
+        pass
+
+    def send(self, raw: torch.Tensor, receiver: int) -> None:
+        self._way.append(raw.clone())
+
+    def receive(self, raw: torch.Tensor, sender: int) -> Future[None]:
+        raw.copy_(self._way.popleft())
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+class Served:
+    """Two engines of this process, each stepped only when its process would be: by a command, by a note, or unasked where it polls."""
+
+    def __init__(self, model: str | Path, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+        way: deque[torch.Tensor] = deque()
+        self._notes: tuple[deque[Any], deque[Any]] = deque(), deque()  # to each engine
+        configs = [EngineConfig(model=str(model), device="cpu", **options) for options in (prefill, decode)]
+        self.prefill = PrefillEngine(configs[PREFILL], LocalLink(PREFILL, way), self._notes[DECODE].append)
+        self.decode = DecodeEngine(configs[DECODE], LocalLink(DECODE, way), self._notes[PREFILL].append)
+        self.updates: dict[str, list[RequestUpdate]] = defaultdict(list)
+
+    def add(self, request: EngineRequest) -> None:
+        self.decode.expect(request)
+        self.prefill.add_for(DECODE, request)
+        self._step(self.prefill)
+        self._step(self.decode)
+
+    def turn(self, rank: int) -> bool:
+        """What comes next in one process; False: it waits for a message."""
+        engine: PrefillEngine | DecodeEngine = (self.prefill, self.decode)[rank]
+        notes = self._notes[rank]
+        if engine.poll_ms() is None and not notes:
+            return False
+        while notes:
+            engine.take_note(notes.popleft())
+        self._step(engine)
+        return True
+
+    def run(self) -> None:
+        """Until both wait."""
+        while any([self.turn(PREFILL), self.turn(DECODE)]):
+            pass
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for update in self.updates[name] for token in update.token_ids]
+
+    def _step(self, engine: PrefillEngine | DecodeEngine) -> None:
+        if engine.has_unfinished():
+            for update in engine.step():
+                assert update.error is None, update.error
+                self.updates[update.request_id].append(update)

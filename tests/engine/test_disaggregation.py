@@ -14,7 +14,7 @@ from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest, SamplingParams
 from abyssal.errors import EngineDeadError, RequestError
 from abyssal.kv.planner import layer_bytes, sequence_cost
-from tests.engine.disaggregated import Pair, pair
+from tests.engine.disaggregated import DECODE, PREFILL, Pair, Served, pair
 from tests.engine.test_link import needs_nixl
 from tests.support.families import write_small
 
@@ -140,6 +140,49 @@ def test_over_nixl_layers_leave_one_by_one_too(tmp_path: Path) -> None:
     model = write_small("v4", tmp_path / "model", seed=3)
     with pair(tmp_path, model, backend="nixl", **OPTIONS) as both:
         assert_layers_leave_one_by_one(both)
+
+
+ONE_AT_A_TIME = {"kv_cache_bytes": 400 << 10, "max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 768}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small("v4", tmp_path_factory.mktemp("model"), seed=3)
+
+
+def assert_all_are_served(both: Served, model: Path, requests: list[EngineRequest]) -> None:
+    both.run()
+    for request in requests:
+        expected = one_engine(model, [request])[request.request_id]
+        assert both.tokens(request.request_id) == expected and both.updates[request.request_id][-1].finish_reason == "length"
+    assert not both.prefill.has_unfinished() and not both.decode.has_unfinished()
+
+
+def test_a_sequence_waits_for_pages_that_are_reserved_for_another(model: Path) -> None:
+    """It grows while the other's prompt is still to come, until pages are short."""
+    both = Served(model, ONE_AT_A_TIME | {"kv_cache_bytes": 64 << 20}, ONE_AT_A_TIME)
+    grows, reserved = EngineRequest("grows", IDS[:240], params(max_tokens=40)), EngineRequest("reserved", IDS[:450], params())
+    both.add(grows)
+    while len(both.updates["grows"]) < 3:
+        both.turn(PREFILL)
+        both.turn(DECODE)
+    both.add(reserved)
+    while both.turn(DECODE):
+        pass
+    assert 3 < len(both.updates["grows"]) < 40 and both.decode.stats().num_preemptions == 1
+    assert_all_are_served(both, model, [grows, reserved])
+
+
+@pytest.mark.parametrize("tight", ["decode", "prefill"])
+def test_a_prompt_for_which_there_is_no_room_is_served_when_another_has_ended(tight: str, model: Path) -> None:
+    """Nothing but the engine itself knows that it has ended: no message wakes its process."""
+    roomy = ONE_AT_A_TIME | {"kv_cache_bytes": 64 << 20}
+    sides = (roomy, ONE_AT_A_TIME) if tight == "decode" else (ONE_AT_A_TIME, roomy | {"max_num_seqs": 1})
+    both = Served(model, *sides)
+    requests = [EngineRequest(str(i), IDS[i : i + 600], params(max_tokens=5)) for i in range(3)]
+    for request in requests:
+        both.add(request)
+    assert_all_are_served(both, model, requests)
 
 
 # From here on one pair serves all tests; a process can be in one pair at a time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from abyssal.errors import ConfigError, EngineDeadError, RequestError
 from tests.checkpoint.build import random_v4_checkpoint
 from tests.support.families import FAMILIES, write_small
 from tests.support.small_model import config_dict
+from tests.support.stepping import decoding
 
 MIB = 1 << 20
 
@@ -239,6 +241,42 @@ def test_a_step_that_breaks_half_way_leaves_no_trace(folder):
         logprobs.append([entry.logprob for u in updates if u.request_id == "a" for entry in u.logprobs])
         assert_drained(each)
     assert len(logprobs[0]) == 40
+    torch.testing.assert_close(torch.tensor(logprobs[0]), torch.tensor(logprobs[1]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_is_interrupted_leaves_no_trace(ahead, folder):
+    """Ctrl-C in a loop over one of several streams: the others go on, each with the logprobs or tokens that it has undisturbed."""
+    params = greedy(40, **({} if ahead else {"logprobs": 0}))
+    requests = [EngineRequest(name, prompt(length, length), params) for name, length in (("a", 112), ("b", 12), ("late", 200))]
+    tokens: list[dict[str, list[int]]] = []
+    logprobs: list[list[float]] = []
+    for interrupted in (False, True):
+        eng = decoding(engine(folder)) if ahead else engine(folder)
+        for request in requests:
+            eng.add(request)
+        block = eng.runner.model.blocks[-1]
+        attend, calls = block.attention, itertools.count()
+
+        def attention(*arguments, attend=attend, calls=calls, interrupted=interrupted):
+            if next(calls) in (1, 12, 20) and interrupted:  # in a prefill, and in steps of single tokens
+                raise KeyboardInterrupt
+            return attend(*arguments)
+
+        block.attention = attention
+        interrupts, updates = 0, []
+        while eng.has_unfinished():
+            try:
+                updates += eng.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert interrupts == 3 * interrupted and not any(u.error for u in updates)
+        assert_drained(eng)
+        tokens.append({r.request_id: [u.token_ids[0] for u in updates if u.request_id == r.request_id] for r in requests})
+        logprobs.append(
+            [score.logprob for r in requests for u in updates if u.request_id == r.request_id for score in u.logprobs or ()]
+        )
+    assert tokens[0] == tokens[1] and all(len(each) == 40 for each in tokens[0].values())
     torch.testing.assert_close(torch.tensor(logprobs[0]), torch.tensor(logprobs[1]), rtol=0, atol=1e-5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save
 
 from abyssal.errors import HandOverError
+from abyssal.kv import handover
 from abyssal.kv.handover import HandOver, Part, PartReader, _digest, _read, complete, export, restore, stored_entries, write_part
 from abyssal.kv.planner import layer_bytes, sequence_cost
 from abyssal.kv.pool import KVCache, SequenceCache, entry_slots
@@ -71,6 +73,32 @@ def test_a_sequence_arrives_as_it_left(tokens: int, rejected: int) -> None:
     other.commit(seq, IDS, tokens + 1)
     other.free(seq)
     assert not any(other.used_by_kind.values()) and all(p.num_free == p.num_pages for p in other.pools.values())
+
+
+@pytest.mark.parametrize("most", [1, 300, 5000])
+def test_a_long_sequence_is_copied_in_pieces(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside its pools a GPU has little memory: what is copied at once does not grow with the sequence."""
+    one, other = cache_of(), cache_of()
+    source = computed(one, 600, step=50)
+    whole = export(one, source, IDS)
+    sizes = []
+    for view in (*one.views.values(), *other.views.values()):
+        for name in ("read_bytes", "write_bytes"):
+            copy, width = getattr(view, name), view.spec.layout.bytes_per_entry
+
+            def noted(slots: torch.Tensor, *records: torch.Tensor, copy: Any = copy, width: int = width) -> Any:
+                sizes.append((len(slots) * width, width))
+                return copy(slots, *records)
+
+            monkeypatch.setattr(view, name, noted)
+    monkeypatch.setattr(handover, "COPIED_AT_ONCE", most)
+    assert_equal(whole, export(one, source, IDS))
+    seq = other.new_sequence()
+    assert restore(other, seq, whole)
+    assert sizes and all(size <= max(most, width) for size, width in sizes)
+    assert sum(size for size, _ in sizes) == 2 * whole.payload_bytes
+    monkeypatch.undo()
+    assert_equal(whole, export(other, seq, IDS))
 
 
 @pytest.mark.parametrize("layouts", PACKED, ids="-".join)

@@ -15,6 +15,7 @@ from abyssal.model_config import parse_model_config
 from abyssal.ops.compress import accumulate, compress, pool
 from abyssal.ops.hadamard import hadamard
 from abyssal.ops.norm import rms_norm
+from abyssal.ops.norm.triton import rms_norm as normed
 from abyssal.ops.rope import rope_table, rotate
 from tests.support.records import DEVICE, ENTRIES, POISON, new_pool, written
 from tests.support.small_model import small_config, v41_config_dict
@@ -48,13 +49,17 @@ def run_cuts(ratio: int, cuts: list[int], index_keys: bool) -> None:
     entries, state, sums = (cache.views.get(name) for name in (kind, f"{kind}_state", f"{kind}_sums"))
     width = DIM if state is None else state.spec.layout.dim
     rows, norm = torch.randn(total, width) * 3, torch.rand(DIM) + 0.5
+    bias = torch.randn(ratio, width // 2) if ratio > 2 else None
+    given, rows = rows, rows.clone()
+    if bias is not None:
+        rows[:, width // 2 :] += bias[torch.arange(total) % ratio]
     seq, start, slots, latents = cache.new_sequence(), 0, [], []
     for count in cuts:
         assert cache.allocate(seq, start, start + count)
         batch = build_batch(config, cache, [Chunk([0] * count, start, seq)], [], CPU)
         facts, store = batch.compress[ratio], None if state is None else batch.stores[state.spec.name]
         latent = compress(
-            rows[start : start + count], norm, facts, store, state, sums, entries, 0,
+            given[start : start + count], bias, norm, facts, store, state, sums, entries, 0,
             overlap=ratio == 4, rotate_keys=index_keys, eps=1e-6, dtype=torch.float32,
         )  # fmt: skip
         assert facts.num_entries == (start + count) // ratio - start // ratio
@@ -133,11 +138,13 @@ def pages_of(cache: KVCache, kind: str) -> kernels.Pages:
     return kernels.Pages(kind, cache.pools[spec.bucket].data, spec.layout, spec.entries_per_page)
 
 
-def step_facts(sources, carried, entry_slots, rope, carried_sums=None, sum_slots=None, token_each=False) -> CompressFacts:
+def step_facts(
+    sources, carried, entry_slots, rope, carried_sums=None, sum_slots=None, token_each=False, phases=None
+) -> CompressFacts:
     """Facts of a step of one layer, kinds `entries`, `state` and `sums`."""
     none = torch.empty(1, 0, dtype=torch.int64, device=DEVICE)
     return CompressFacts(
-        phases=none[0],
+        phases=none[0] if phases is None else phases,
         sources=sources,
         carried={"state": carried.unsqueeze(0)},
         carried_sums={"sums": none if carried_sums is None else carried_sums.unsqueeze(0)},
@@ -171,11 +178,12 @@ def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
     for cache in caches:
         for pages in cache.pools.values():
             pages.data.fill_(POISON)
-    norm = torch.rand(dim, device=DEVICE) + 0.5
+    norm, bias = torch.rand(dim, device=DEVICE) + 0.5, torch.randn(4, 2 * dim, device=DEVICE) * 3
     sequences = [[cache.new_sequence() for _ in range(2)] for cache in caches]
     starts = [0, 0]
     for cuts in ([1, 6], [1, 3], [1, 1], [1, 9], [5, 2]):
-        rows = torch.randn(sum(cuts), 4 * dim, device=DEVICE) * 3
+        given = torch.randn(sum(cuts), 4 * dim, device=DEVICE) * 3
+        rows = given.clone()
         for reference, cache, seqs in ((True, caches[0], sequences[0]), (False, caches[1], sequences[1])):
             chunks = [Chunk([0] * n, start, seq) for n, start, seq in zip(cuts, starts, seqs, strict=True)]
             assert all(cache.allocate(c.cache, c.start, c.end) for c in chunks)
@@ -183,12 +191,12 @@ def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
             facts, store = batch.compress[4], batch.stores[f"{kind}_state"]
             options = {"overlap": True, "rotate_keys": kind == "c4_index", "eps": 1e-6, "dtype": dtype}
             if reference:
-                compress(rows, norm, facts, store, cache.views[f"{kind}_state"], None, cache.views[kind], 0, **options)
+                compress(rows, bias, norm, facts, store, cache.views[f"{kind}_state"], None, cache.views[kind], 0, **options)
             else:
                 stored = torch.full((facts.num_entries, dim), torch.nan, device=DEVICE)
                 before = cache.pools[cache.specs[kind].bucket].data.clone()
                 pages, state_pages = pages_of(cache, kind), pages_of(cache, f"{kind}_state")
-                kernels.compress(rows, norm, facts, store, state_pages, None, pages, 0, stored=stored, **options)
+                kernels.compress(given, bias, norm, facts, store, state_pages, None, pages, 0, stored=stored, **options)
                 slots, spec = facts.entry_slots[kind][0], cache.specs[kind]
 
                 got_state = cache.views[f"{kind}_state"].read(store.slots[0])
@@ -216,6 +224,7 @@ def test_kernel_in_batch_invariant_mode_gives_the_same_bits_for_any_cut():
     config = small_config([128], head_dim=512, qk_rope_head_dim=64, index_head_dim=128)
     plan = plan_caches(config, "v4", "v4", "index_bf16")
     rows, norm = torch.randn(260, 1024, device=DEVICE) * 3, torch.rand(512, device=DEVICE) + 0.5
+    bias = torch.randn(128, 512, device=DEVICE)
     results = []
     for cuts in ([260], [126, *[1] * 12, 122], [3, 97, 60, 40, 60]):
         cache = KVCache(plan, {"main": 30, "index": 20, "small": 4}, torch.device(DEVICE))
@@ -226,7 +235,7 @@ def test_kernel_in_batch_invariant_mode_gives_the_same_bits_for_any_cut():
             facts, store = batch.compress[128], batch.stores["c128_state"]
             state, sums, entries = (pages_of(cache, kind) for kind in ("c128_state", "c128_sums", "c128"))
             latents.append(kernels.compress(
-                rows[start : start + count], norm, facts, store, state, sums, entries, 0, overlap=False, rotate_keys=False, eps=1e-6,
+                rows[start : start + count], bias, norm, facts, store, state, sums, entries, 0, overlap=False, rotate_keys=False, eps=1e-6,
                 dtype=torch.float32, with_latent=True, batch_invariant=True,
             ))  # fmt: skip
             start += count
@@ -234,7 +243,7 @@ def test_kernel_in_batch_invariant_mode_gives_the_same_bits_for_any_cut():
             cache.release_unneeded(seq, start)
         results.append(torch.cat(latents))
     pooled = (
-        (rows[:256, :512].double() * rows[:256, 512:].double().unflatten(0, (2, 128)).softmax(1).flatten(0, 1))
+        (rows[:256, :512].double() * (rows[:256, 512:].double().unflatten(0, (2, 128)) + bias).softmax(1).flatten(0, 1))
         .unflatten(0, (2, 128))
         .sum(1)
     )
@@ -254,7 +263,7 @@ def test_kernel_skips_groups_and_rows_of_slot_minus_one():
         facts = step_facts(sources[:n], none[:0], none[:n], rope[:n])
         store = StoreFacts(torch.arange(n, device=DEVICE), none[None, :n])
         kernels.compress(
-            rows, norm, facts, store, states, None, pages, 0, overlap=True, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16
+            rows, None, norm, facts, store, states, None, pages, 0, overlap=True, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16
         )  # fmt: skip
         assert (pages.data == POISON).all() and (states.data == POISON).all()
 
@@ -278,7 +287,7 @@ def test_kernel_pools_pairs(layout):
     before, state_before = pages.data.clone(), states.data.clone()
     kept = torch.tensor([3], device=DEVICE)
     latent = kernels.compress(
-        rows, norm, step_facts(sources, torch.tensor([5], device=DEVICE), slots, rope), StoreFacts(kept, kept[None]), states, None,
+        rows, None, norm, step_facts(sources, torch.tensor([5], device=DEVICE), slots, rope), StoreFacts(kept, kept[None]), states, None,
         pages, 0, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, with_latent=True, stored=stored,
     )  # fmt: skip
     expected = rms_norm(pool(torch.cat([old, rows]), sources, False).bfloat16(), norm, 1e-6)
@@ -298,7 +307,7 @@ def test_kernel_of_ratio_1_norms_rotates_and_stores(layout):
     slots, stored, before = torch.tensor([6, -1, 1], device=DEVICE), torch.empty(3, 512, device=DEVICE), pages.data.clone()
     rope = rope_table(torch.tensor([10, 500, 9]), RopeConfig(64, 160000.0, None)).to(DEVICE)
     latent = kernels.compress(
-        rows, norm, step_facts(slots[:, None], slots[:0], slots, rope), None, None, None, pages, 0, overlap=False, rotate_keys=False,
+        rows, None, norm, step_facts(slots[:, None], slots[:0], slots, rope), None, None, None, pages, 0, overlap=False, rotate_keys=False,
         eps=1e-6, dtype=torch.bfloat16, with_latent=True, stored=stored,
     )  # fmt: skip
     expected = rms_norm(rows.bfloat16(), norm, 1e-6)
@@ -308,7 +317,8 @@ def test_kernel_of_ratio_1_norms_rotates_and_stores(layout):
     assert torch.equal(pages.data.cpu(), written(before, layout, slots, stored))
 
 
-def test_kernel_sums_open_groups_and_completes_them():
+@pytest.mark.parametrize("part", [8, 16])
+def test_kernel_sums_open_groups_and_completes_them(part):
     """Ratio 128: an entry from carried sums, carried rows and the step's rows; then the sums of the open group; the ring last."""
     torch.manual_seed(0)
     layout, ring, record = layouts.get("v4"), layouts.state_rows(1024), layouts.state_rows(1536)
@@ -332,6 +342,7 @@ def test_kernel_sums_open_groups_and_completes_them():
     entry = [*range(10)] + [empty] * 6  # rows 118 .. 127
     opened = [*range(5)] + [empty] * 11  # rows 118 .. 122
     slots, ring_slots = torch.tensor([2], device=DEVICE), torch.tensor([8 + p % 8 for p in range(126, 131)], device=DEVICE)
+    phases = torch.arange(126, 131, device=DEVICE) % 128
     facts = step_facts(
         torch.tensor([entry, opened], device=DEVICE),
         torch.tensor([8 + p % 8 for p in range(118, 126)], device=DEVICE),
@@ -339,12 +350,16 @@ def test_kernel_sums_open_groups_and_completes_them():
         rope_table(torch.tensor([0]), RopeConfig(64, 160000.0, None)).to(DEVICE),
         carried_sums=torch.tensor([2, 2], device=DEVICE),
         sum_slots=torch.tensor([1], device=DEVICE),
+        phases=phases,
     )
-    rows, norm, stored = sequence[126:], torch.rand(512, device=DEVICE) + 0.5, torch.empty(1, 512, device=DEVICE)
+    bias = torch.randn(128, 512, device=DEVICE) * 3
+    rows = sequence[126:].clone()
+    rows[:, 512:] -= bias[phases]
+    norm, stored = torch.rand(512, device=DEVICE) + 0.5, torch.empty(1, 512, device=DEVICE)
     before, ring_before = pages.data.clone(), rings.data.clone()
     kernels.compress(
-        rows, norm, facts, StoreFacts(torch.arange(5, device=DEVICE), ring_slots[None]), rings, sums, pages, 0, overlap=False,
-        rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, stored=stored,
+        rows, bias, norm, facts, StoreFacts(torch.arange(5, device=DEVICE), ring_slots[None]), rings, sums, pages, 0, overlap=False,
+        rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, stored=stored, sum_config=kernels.SumConfig(part, 8),
     )  # fmt: skip
     pooled = (values[:128] * scores[:128].softmax(0)).sum(0).float()[None].bfloat16()
     expected = rotate(rms_norm(pooled, norm, 1e-6).float(), facts.rope)
@@ -352,7 +367,9 @@ def test_kernel_sums_open_groups_and_completes_them():
     assert torch.equal(pages.data.cpu(), written(before, layout, slots, stored))
     got = sums.data[1, : 1536 * 4].clone().view(torch.float32)
     torch.testing.assert_close(got, summed(0, 123), rtol=1e-5, atol=1e-5)
-    assert torch.equal(rings.data.cpu(), written(ring_before, ring, ring_slots, rows, 8))
+    kept = rows.clone()
+    kept[:, 512:] += bias[phases]
+    assert torch.equal(rings.data.cpu(), written(ring_before, ring, ring_slots, kept, 8))
 
 
 @pytest.mark.parametrize(("ratio", "layout"), [(4, "v4"), (4, "index_fp8"), (2, "v41_fp4"), (128, "v4")])
@@ -369,6 +386,8 @@ def test_kernel_for_one_token_each_writes_what_the_general_one_writes(ratio, lay
     empty, first = 3 * old + 3, max(0, old - 3)  # of the first sequence three earlier rows at most
     sources[0, :first], carried[:first] = empty, -1
     token = torch.arange(3, device=DEVICE)
+    m = {4: 4, 2: 2, 128: 128}[ratio]
+    bias, phases = torch.randn(m, width // 2, device=DEVICE) if m > 2 else None, torch.full_like(token, m - 1)
     entry_slots, sums, before, after = torch.tensor([2, -1, 5], device=DEVICE), None, None, None
     if ratio == 128:  # the oldest kept row joins the sums, but for the first sequence, and its place is taken
         opened = torch.full((3, slots), empty)
@@ -391,9 +410,54 @@ def test_kernel_for_one_token_each_writes_what_the_general_one_writes(ratio, lay
             for data in sums.data[1:]:
                 data[: 12 * dim] = (torch.rand(3 * dim, device=DEVICE) + 0.5).view(torch.uint8)
         kernels.compress(
-            rows, norm, step_facts(sources.to(DEVICE), carried, entry_slots, rope, before, after, each), StoreFacts(token, kept_slots[None]),
-            states, sums, pages, 0, overlap=ratio == 4, rotate_keys=dim == 128, eps=1e-6, dtype=torch.bfloat16, batch_invariant=True,
+            rows, bias, norm, step_facts(sources.to(DEVICE), carried, entry_slots, rope, before, after, each, phases),
+            StoreFacts(token, kept_slots[None]), states, sums, pages, 0, overlap=ratio == 4, rotate_keys=dim == 128, eps=1e-6,
+            dtype=torch.bfloat16, batch_invariant=True,
         )  # fmt: skip
         pools.append([kind.data.cpu() for kind in (pages, states, sums) if kind is not None])
     assert all(torch.equal(*pair) for pair in zip(*pools, strict=True))
     assert not (pools[0][0] == POISON).all()
+
+
+@pytest.mark.gpu
+def test_tokens_of_one_graph_read_the_rows_that_the_launch_before_the_last_kept():
+    """Sixteen steps of one token, whose rows the kernel just before makes: the pages of a graph's replays and of steps run one by one."""
+    layout, state = layouts.get("v4"), layouts.state_rows(2048)
+    torch.manual_seed(0)
+    x, weight, norm = (
+        torch.randn(16, 2048, device=DEVICE),
+        torch.full((2048,), 3.0, device=DEVICE),
+        torch.ones(512, device=DEVICE),
+    )
+    bias, kept = torch.randn(4, 1024, device=DEVICE), torch.arange(16, device=DEVICE) + 4
+    table = rope_table(torch.arange(16), RopeConfig(64, 160000.0, None)).to(DEVICE)
+    steps = []
+    for t in range(16):
+        carried = torch.tensor([4 + p if p >= 0 else -1 for p in range(t - 7, t)], device=DEVICE).int()
+        slot = torch.tensor([t // 4 + 4 if t % 4 == 3 else -1], device=DEVICE)
+        sources, phase = torch.arange(8, device=DEVICE)[None], torch.tensor([t % 4], device=DEVICE)
+        facts = step_facts(sources, carried, slot, table[t : t + 1], token_each=True, phases=phase)
+        steps.append((x[t : t + 1], facts, StoreFacts(phase * 0, kept[None, t : t + 1])))
+    pages, states = new_pool(layout, 2), new_pool(state, 5)
+
+    def run(between):
+        for one, facts, store in steps:
+            rows, *_ = normed((one, weight), eps=1e-6)
+            kernels.compress(
+                rows, bias, norm, facts, store, kernels.Pages("state", states, state, ENTRIES), None,
+                kernels.Pages("entries", pages, layout, ENTRIES), 0, overlap=True, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16,
+            )  # fmt: skip
+            between()
+
+    run(torch.cuda.synchronize)
+    expected = [data.clone() for data in (pages, states)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(lambda: None)
+    for _ in range(20):
+        for data in (pages, states):
+            data.fill_(POISON)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(*pair) for pair in zip((pages, states), expected, strict=True))
+    assert not (expected[0][1] == POISON).all()

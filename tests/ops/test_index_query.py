@@ -67,11 +67,11 @@ def test_kernel_rotates_as_the_reference_does(dtype, rotate_query):
         assert (got.float() != expected).float().mean() < 0.02
 
 
-@pytest.mark.parametrize("per_program", [1, 4, 8])
+@pytest.mark.parametrize(("per_program", "num_warps"), [(1, 1), (4, 1), (8, 1), (8, 4)])
 @pytest.mark.parametrize("layout", ["index_fp8", "index_mxfp4"])
-def test_kernel_quantises_its_own_rows_exactly(layout, per_program):
+def test_kernel_quantises_its_own_rows_exactly(layout, per_program, num_warps):
     q, weights, table = queries(2, 8, torch.bfloat16)
-    grid, config = layouts.get(layout).grid, kernels.IndexQueryConfig(per_program)
+    grid, config = layouts.get(layout).grid, kernels.IndexQueryConfig(per_program, num_warps)
     rows, plain = kernels.index_query(q, weights, table, rotate_query=True, grid=None, config=config)
     got, folded = kernels.index_query(q, weights, table, rotate_query=True, grid=grid, config=config)
     codes, scales = codec.quantize(grid, rows.flatten(0, 1).float().cpu())

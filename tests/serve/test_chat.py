@@ -350,7 +350,9 @@ def test_what_a_checkpoint_says(tmp_path: Path) -> None:
     assert load_chat_format(TINY, "v4").thinking is False, "tiny-v4 was never trained to think"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"thinking": 1}', '{"thinking": null}', '{"thinkin": true}', "true"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"thinking": 1}', '{"thinking": null}', '{"thinkin": true}', "true", "[" * 100_000]
+)
 def test_bad_checkpoint_settings_stop_the_start(tmp_path: Path, text: str) -> None:
     (tmp_path / "abyssal.json").write_text(text)
     with pytest.raises(ConfigError, match="abyssal.json"):

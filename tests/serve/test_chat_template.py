@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import abyssal
 from abyssal.errors import CheckpointError, RequestError
 from abyssal.serve.chat import load_chat_format
 from abyssal.serve.chat_template import ChatTemplate, read_template
 from abyssal.serve.conversation import Conversation, parse_messages, parse_tools
+from abyssal.tokenizer import Tokenizer
 from tests.serve.scripted import TOKENIZER
 
+TINY = Path(abyssal.__file__).parent / "assets" / "tiny-v4"
 SOURCE = """{{ bos_token }}
 {%- if tools %}{{ tools[0].function | tojson }}{% endif %}
 {%- for message in messages %}
@@ -65,11 +68,29 @@ def test_no_template(tmp_path: Path) -> None:
     assert read_template(tmp_path) is None
 
 
-@pytest.mark.parametrize("raw", [7, {"default": "x"}, [{"name": "tool_use", "template": "x"}]])
+@pytest.mark.parametrize("raw", [7, {"default": "x"}, [{"name": "tool_use", "template": "x"}], [{"name": ["x"]}]])
 def test_templates_of_another_kind_stop_the_start(tmp_path: Path, raw: Any) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": raw}))
     with pytest.raises(CheckpointError, match="chat_template"):
         read_template(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("raw", [b"\xff", b"[" * 100_000, b"", b"[]", b"null"])
+def test_a_damaged_file_is_one_clear_error(tmp_path: Path, name: str, raw: bytes) -> None:
+    (tmp_path / name).write_bytes(raw)
+    if name.endswith(".jinja") and raw != b"\xff":
+        assert read_template(tmp_path) == raw.decode()
+    else:
+        with pytest.raises(CheckpointError, match=name):
+            read_template(tmp_path)
+
+
+def test_a_template_of_a_tokenizer_without_control_tokens(tmp_path: Path) -> None:
+    raw = json.loads((TINY / "tokenizer.json").read_text()) | {"added_tokens": []}
+    text = "<think>, spelled"
+    segments = ChatTemplate("{{ messages[0].content }}").render(conversation([user(text)]), Tokenizer(raw))
+    assert segments == [text]
 
 
 def test_a_broken_template_stops_the_start() -> None:

@@ -42,7 +42,13 @@ def test_grammars_come_back_and_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "what"), [({"type": "strin"}, "strin"), ({"type": "string", "pattern": "("}, "parenthesis"), (BOMB, "MiB")]
+    ("schema", "what"),
+    [
+        ({"type": "strin"}, "strin"),
+        ({"type": "string", "pattern": "("}, "parenthesis"),
+        (BOMB, "MiB"),
+        (nested(10_000), "where is nested too deeply"),
+    ],
 )
 def test_what_cannot_be_compiled_is_told(schema: Any, what: str) -> None:
     for _ in range(2):  # the second time from the cache

@@ -143,6 +143,8 @@ def test_efforts_decide_on_thinking() -> None:
     ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),
     ({"text": {"format": {"type": "xml"}}}, "text.format"), ({"text": "x"}, "text"), ({"reasoning": {"effort": "huge"}}, "reasoning_effort"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format.schema.not"), ({"n": 2}, "n"),
+    ({"user": "\ud800"}, "user"), ({"metadata": {"a": "\udc00"}}, "metadata"), ({"metadata": {"\ud800": "a"}}, "metadata"),
+    ({"text": {"format": {"type": "text", "x": "\ud800"}}}, "text"), ({"text": {"verbosity": "\ud800"}}, "text"),
 ])  # fmt: skip
 def test_bad_requests_are_named(body: dict[str, Any], param: str) -> None:
     client = ScriptedClient(says("Hi"))

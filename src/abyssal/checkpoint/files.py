@@ -123,7 +123,7 @@ def _find(folder: Path) -> dict[str, str] | None:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         raw = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON ({error}); download it again") from error
     index = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(index, dict) or not index:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from abyssal.cli.console import fail, log_to_stderr
+from abyssal.cli.console import fail, log_to_stderr, reading_input
 from abyssal.cli.options import config_options, model_argument, sampling_options, split_config, split_sampling
 from abyssal.config import EngineConfig
 from abyssal.engine.request import SamplingParams
@@ -77,7 +77,8 @@ def _turn(llm: LLM, messages: Messages, text: str, params: SamplingParams, think
 def _lines() -> Iterator[str]:
     """Lines of standard input; with a prompt and line editing when a person types them."""
     if not sys.stdin.isatty():
-        yield from (line.rstrip("\n") for line in sys.stdin)
+        with reading_input():
+            yield from (line.rstrip("\n") for line in sys.stdin)
         return
     import readline  # noqa: F401  importing it gives input() its editing keys and history
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from abyssal.cli.console import log_to_stderr
+from abyssal.cli.console import log_to_stderr, reading_input
 from abyssal.cli.options import config_options, model_argument, sampling_options, split_config, split_sampling
 from abyssal.config import EngineConfig
 from abyssal.errors import AbyssalError
@@ -26,7 +26,8 @@ def command(prompt: str, **given: Any) -> None:
     config = split_config(given)
     if params.max_tokens is None:
         params = replace(params, max_tokens=MAX_TOKENS)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    with reading_input():
+        text = sys.stdin.read() if prompt == "-" else prompt
     log_to_stderr()
     from abyssal.llm import LLM
 

@@ -120,6 +120,7 @@ class PrefillEngine(LinkedEngine[_Outgoing]):
 
     def __init__(self, config: EngineConfig, link: Link, post: Callable[[Note], None]) -> None:
         super().__init__(replace(config, enable_cuda_graphs=False), link, post)  # a graph has no place between two layers
+        self._is_stuck = False  # the latest step computed nothing and gave no pages back
 
     def add_for(self, receiver: int, request: EngineRequest) -> None:
         """As `add`; after its first token `request` goes on in the engine of rank `receiver`.
@@ -144,10 +145,14 @@ class PrefillEngine(LinkedEngine[_Outgoing]):
 
     def poll_ms(self) -> int | None:
         """While computed sequences keep their pages, waiting requests may find none."""
-        waits = not self.scheduler.running and any(outgoing.is_computed for outgoing in self._moving.values())
-        return None if waits else super().poll_ms()
+        return None if self._is_stuck and self._keeps_pages else super().poll_ms()
+
+    @property
+    def _keeps_pages(self) -> bool:
+        return any(outgoing.is_computed for outgoing in self._moving.values())
 
     def step(self) -> list[RequestUpdate]:
+        steps = self._steps
         updates = super().step()
         computed = [outgoing for outgoing in self._moving.values() if outgoing.is_computed and outgoing.sent is not None]
         with self._sending([(outgoing.seq, outgoing.seq.num_computed) for outgoing in computed]) as send:
@@ -158,6 +163,7 @@ class PrefillEngine(LinkedEngine[_Outgoing]):
             output = seq.token_ids[len(seq.request.prompt_ids) :]
             self.post(Prefilled(seq.request.request_id, outgoing.receiver, seq.cache.folded, output))
             self.abort(seq.request.request_id)
+        self._is_stuck = self._steps == steps and not computed
         return updates
 
     def _forward(self, scheduled: Scheduled, chunks: list[Chunk], rows: list[int]) -> Tensor:
@@ -208,8 +214,7 @@ class PrefillEngine(LinkedEngine[_Outgoing]):
         self._moving.pop(seq.request.request_id, None)
 
     def _refuse_head(self) -> list[RequestUpdate]:
-        kept = any(outgoing.is_computed for outgoing in self._moving.values())
-        return [] if kept else super()._refuse_head()
+        return [] if self._keeps_pages else super()._refuse_head()
 
     def _depart(self, seq: Sequence, end: int) -> _Departure | None:
         """What the decode engine lacks of the first `end` tokens of `seq`; None: it lacks nothing, or has no pages."""
@@ -277,8 +282,17 @@ class DecodeEngine(LinkedEngine[_Incoming]):
         super().abort(request_id)
 
     def poll_ms(self) -> int | None:
-        arriving = any(incoming.arrivals or incoming.prefilled for incoming in self._moving.values())
-        return POLL_MS if arriving and not self._sequences else super().poll_ms()
+        """Pages that are reserved are given back only when their prompt has arrived; until then a sequence may have to wait for some."""
+        if not self.scheduler.running and not self._landed:
+            if any(incoming.arrivals or incoming.prefilled for incoming in self._moving.values()):
+                return POLL_MS
+            if self._has_reserved:
+                return None
+        return 0 if self.has_unfinished() else None
+
+    @property
+    def _has_reserved(self) -> bool:
+        return any(incoming.is_reserved for incoming in self._moving.values())
 
     def step(self) -> list[RequestUpdate]:
         for incoming in self._moving.values():
@@ -290,6 +304,9 @@ class DecodeEngine(LinkedEngine[_Incoming]):
             if incoming.prefilled is not None and not incoming.arrivals and has_slot:
                 self._join(incoming, incoming.prefilled)
         return super().step()
+
+    def _refuse_head(self) -> list[RequestUpdate]:
+        return [] if self._has_reserved else super()._refuse_head()
 
     def _reserve(self, incoming: _Incoming) -> bool:
         seq, prompt = incoming.seq, incoming.seq.request.prompt_ids

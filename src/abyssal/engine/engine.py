@@ -264,6 +264,14 @@ class Engine:
         Raises:
             EngineDeadError: the device is lost; the engine cannot go on.
         """
+        try:
+            return self._step()
+        except KeyboardInterrupt:  # in the middle of the layers, most likely: no record of what runs can be relied on
+            self._flight = None
+            self.scheduler.restart(self.scheduler.running)
+            raise
+
+    def _step(self) -> list[RequestUpdate]:
         landed, self._landed = self._landed, []
         if self._flight is not None:
             return landed + self._follow(self._flight)

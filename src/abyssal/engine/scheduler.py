@@ -99,8 +99,9 @@ class Scheduler:
             plan[seq] = count
 
     def _refusal_stands(self, seq: Sequence) -> bool:
+        """Beside nobody it does not: who has the pages then, and gives them back, is unknown here (`engine.disaggregation`)."""
         self._refusal_age += 1
-        return self._refused == (seq, self.running) and self._refusal_age < REFUSAL_STEPS
+        return bool(self.running) and self._refused == (seq, self.running) and self._refusal_age < REFUSAL_STEPS
 
     def has_room(self, newcomer: Sequence) -> bool:
         """Whether all tokens known so far of `newcomer` and of the running sequences would fit at the same time.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ from abyssal.kv.pool import KVCache, RecordView, SequenceCache, entry_slots
 from abyssal.kv.specs import ROLL_BACK, CacheSpec
 
 VERSION = 1
+COPIED_AT_ONCE = 128 << 20  # bytes: a long sequence has gigabytes, and a GPU little memory beside its pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ def export(cache: KVCache, seq: SequenceCache, token_ids: list[int]) -> HandOver
     """
     assert 0 < seq.num_tokens <= len(token_ids), (seq.num_tokens, len(token_ids))
     kinds = {name: describe(spec) for name, spec in cache.specs.items()}
-    records = {n: _read(cache, spec, seq, stored_entries(spec, seq.num_tokens)).cpu() for n, spec in cache.specs.items()}
+    records = {n: _read(cache, spec, seq, stored_entries(spec, seq.num_tokens)) for n, spec in cache.specs.items()}
     return HandOver(cache.identity, list(token_ids), seq.num_tokens, seq.folded, kinds, records)
 
 
@@ -214,9 +215,12 @@ def stored_entries(spec: CacheSpec, tokens: int) -> np.ndarray:
 
 
 def _read(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndarray) -> Tensor:
-    """uint8 [layers, entries, bytes_per_entry]; rows of a record that nobody reads are zero, whatever lies there."""
+    """uint8 [layers, entries, bytes_per_entry] on the host; rows of a record that nobody reads are zero, whatever lies there."""
     slots = _slots(cache, spec, seq, entries)
-    records = cache.views[spec.name].read_bytes(slots.flatten()).unflatten(0, slots.shape)
+    rows = torch.empty(slots.numel(), spec.layout.bytes_per_entry, dtype=torch.uint8)
+    for piece in _pieces(rows):
+        rows[piece] = cache.views[spec.name].read_bytes(slots.flatten()[piece])
+    records = rows.unflatten(0, slots.shape)
     if spec.lifetime == "record" and len(entries):
         records[:, ~_meaningful(spec, seq.folded, seq.num_tokens)] = 0
     return records
@@ -225,7 +229,14 @@ def _read(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndarr
 def _write(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndarray, records: Tensor) -> None:
     """The inverse of `_read`: records uint8 [layers * entries, bytes_per_entry], into pages that `seq` holds."""
     slots = _slots(cache, spec, seq, entries).flatten()
-    cache.views[spec.name].write_bytes(slots, records.to(slots.device))
+    for piece in _pieces(records):
+        cache.views[spec.name].write_bytes(slots[piece], records[piece].to(slots.device))
+
+
+def _pieces(rows: Tensor) -> Iterator[slice]:
+    """Parts of uint8 [n, bytes_per_entry] that are copied at once."""
+    count = max(1, COPIED_AT_ONCE // rows.shape[1])
+    return (slice(start, start + count) for start in range(0, len(rows), count))
 
 
 def _slots(cache: KVCache, spec: CacheSpec, seq: SequenceCache, entries: np.ndarray) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from abyssal.config import ModelConfig
@@ -36,8 +35,7 @@ class Compressor:
         self.dtype, self.ops = dtype, ops
         wkv = weights.tensor("wkv.weight")
         of_x.append(wkv if self.ratio == 1 else torch.cat([wkv, weights.tensor("wgate.weight")]))  # [2 c d, D]; ratio 1: [d, D]
-        # [ratio, 2 c d], zero for the values
-        self.bias = F.pad(weights.tensor("ape"), (len(wkv), 0)) if config.family == "v4" else None
+        self.bias = weights.tensor("ape") if config.family == "v4" else None  # [ratio, c d]
         self.norm = weights.tensor("norm.weight")
 
     def __call__(self, rows: Tensor, batch: Batch, cache: KVCache) -> Tensor:
@@ -48,10 +46,9 @@ class Compressor:
         entries, state, sums = map(cache.views.get, self.kinds)
         assert entries is not None
         facts = batch.compress[self.ratio]
-        if self.bias is not None:
-            rows += self.bias.index_select(0, facts.phases)
         return self.ops.compress(
             rows,
+            self.bias,
             self.norm,
             facts,
             batch.stores[state.spec.name] if state is not None else None,

@@ -133,6 +133,7 @@ class KernelOps:
     def compress(
         self,
         rows: Tensor,
+        bias: Tensor | None,
         norm: Tensor,
         facts: CompressFacts,
         store: StoreFacts | None,
@@ -147,7 +148,7 @@ class KernelOps:
         dtype: torch.dtype,
     ) -> Tensor:
         latent = compress(
-            rows, norm, facts, store, _pages(state), _pages(sums), Pages(entries.spec.name, *_records(entries)), layer_row,
+            rows, bias, norm, facts, store, _pages(state), _pages(sums), Pages(entries.spec.name, *_records(entries)), layer_row,
             overlap=overlap, rotate_keys=rotate_keys, eps=eps, dtype=dtype, with_latent=True,
             batch_invariant=self.batch_invariant,
         )  # fmt: skip

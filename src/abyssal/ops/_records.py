@@ -31,10 +31,13 @@ def early(programs: int, x: Tensor) -> dict[str, bool]:
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """First in a kernel that may be launched `early`, and so may the one after it; before this, nothing is read."""
+    """In a kernel that may be launched `early`, and so may the one after it, before anything is written.
+
+    The next kernel starts when all programs have waited here. So before its own wait it may read what kernels before this one wrote.
+    """
     if EARLY:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -77,6 +77,7 @@ class ReferenceOps:
     def compress(
         self,
         rows: Tensor,
+        bias: Tensor | None,
         norm: Tensor,
         facts: CompressFacts,
         store: StoreFacts | None,
@@ -91,7 +92,7 @@ class ReferenceOps:
         dtype: torch.dtype,
     ) -> Tensor:
         return compress(
-            rows, norm, facts, store, state, sums, entries, layer_row, overlap=overlap, rotate_keys=rotate_keys, eps=eps, dtype=dtype
+            rows, bias, norm, facts, store, state, sums, entries, layer_row, overlap=overlap, rotate_keys=rotate_keys, eps=eps, dtype=dtype
         )  # fmt: skip
 
     def store_latent_keys(self, keys: Tensor, facts: CompressFacts, view: RecordView, layer_row: int) -> None:

@@ -58,6 +58,7 @@ class Ops(Protocol):
     def compress(
         self,
         rows: Tensor,
+        bias: Tensor | None,
         norm: Tensor,
         facts: CompressFacts,
         store: StoreFacts | None,

@@ -71,7 +71,7 @@ def _default_thinking(path: Path) -> bool:
         return True
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(given, dict) or given.keys() - {"thinking"} or not isinstance(given.get("thinking", True), bool):
         raise ConfigError(f"{path} must be an object with the one key 'thinking', true or false, not {given!r}")

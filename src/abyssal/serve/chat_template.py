@@ -16,22 +16,25 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from abyssal.errors import CheckpointError, RequestError
 from abyssal.serve.conversation import Conversation, Message, parse_arguments
 from abyssal.serve.protocol import Segment
-from abyssal.tokenizer import SpecialToken, Tokenizer
+from abyssal.tokenizer import SpecialToken, Tokenizer, read_object
 
 
 def read_template(folder: Path) -> str | None:
     """The source of a checkpoint's chat template: `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`.
 
     Raises:
-        CheckpointError: it is not a text, nor a list of named ones with a default.
+        CheckpointError: a file cannot be read, or it is not a text, nor a list of named ones with a default.
     """
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: not readable as text: {error}") from error
     options = folder / "tokenizer_config.json"
-    raw = json.loads(options.read_text(encoding="utf-8")).get("chat_template") if options.is_file() else None
+    raw = read_object(options).get("chat_template") if options.is_file() else None
     if isinstance(raw, list):
-        raw = {entry.get("name"): entry.get("template") for entry in raw if isinstance(entry, dict)}.get("default", raw)
+        raw = next((e.get("template") for e in raw if isinstance(e, dict) and e.get("name") == "default"), raw)
     if not isinstance(raw, str | None):
         raise CheckpointError(f"{options}: chat_template must be a text, or a list with a text named default")
     return raw
@@ -105,7 +108,8 @@ class _Veil:
 
 
 def _any_of(texts: list[str]) -> re.Pattern[str]:
-    return re.compile("(" + "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) + ")")
+    """Matches any of `texts`, in a group; nothing where there are none."""
+    return re.compile("(" + ("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)") + ")")
 
 
 def _message(message: Message) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import msgspec
 
 from abyssal.engine.engine import EngineInfo
 from abyssal.errors import AbyssalError, RequestError
+from abyssal.serve.conversation import dump_json
 
 COMPILE_SECONDS = 2.0
 START_SECONDS = 120.0  # the process imports much, which takes a while on a busy machine
@@ -61,7 +61,7 @@ class GrammarCompiler:
         Raises:
             RequestError: it cannot be compiled, or not in time.
         """
-        text = json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False)
+        text = dump_json({"type": "structural_tag", "format": tag}, where)
         key = hashlib.sha256(text.encode()).hexdigest()
         found = self._cache.get(key)
         if found is None:

@@ -25,6 +25,7 @@ from abyssal.serve.conversation import (
     check_last,
     check_text,
     check_tools,
+    dump_json,
     make_call,
     make_tool,
     other_part,
@@ -37,6 +38,7 @@ from abyssal.serve.generation import Form, answer
 from abyssal.serve.schemas import ResponsesBody
 from abyssal.serve.streams import named_event
 
+ECHOED = ("metadata", "text", "tool_choice", "tools", "user")  # fields that the answer repeats as they came
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
@@ -47,6 +49,8 @@ async def create_response(request: Request) -> Response:
         body = await read_body(request, ResponsesBody)
         server.require_model(body.model)
         job = await start_chat(server, _conversation(server, body), _params(server, body), "input")
+        for name in ECHOED:
+            check_text(dump_json(getattr(body, name), name), name)
         return await answer(job, ResponsesForm(job, body), request, bool(body.stream), record, stack)
 
 

@@ -17,6 +17,7 @@ from abyssal.ops.rope import rotate
 
 def compress(
     rows: Tensor,
+    bias: Tensor | None,
     norm: Tensor,
     facts: CompressFacts,
     store: StoreFacts | None,
@@ -33,9 +34,10 @@ def compress(
     """Store the entries that this step completes and the state rows that later steps read.
 
     Args:
-        rows: fp32 [T, 2 c D], per token the projection (c D values), then the scores with their position bias;
-            c = 2 with overlap (first half for the next group's entry, second half for the own), else 1.
+        rows: fp32 [T, 2 c D], per token the projection (c D values), then the scores; c = 2 with overlap (first half for the next
+            group's entry, second half for the own), else 1. Overwritten.
             Without state (ratio 1) fp32 [T, D], projections only: every token is an entry.
+        bias: fp32 [m, c D], added to the scores of the token at each place of a group; None: there is none (V4.1).
         norm: fp32 [D], weight of the RMS norm after pooling.
         store, state: where the state rows go; None for ratio 1.
         sums: running sums of open groups, fp32 [3 D] each (`accumulate`); None where `state` keeps all rows of a group.
@@ -45,6 +47,8 @@ def compress(
     Returns:
         The normalised entries [E, D] in `dtype`, before RoPE.
     """
+    if bias is not None:
+        rows[:, bias.shape[1] :] += bias.index_select(0, facts.phases)
     pooled = rows
     if state is not None and facts.num_groups:
         carried = state.read(facts.carried[state.spec.name][layer_row])
@@ -118,8 +122,7 @@ def accumulate(rows: Tensor, sources: Tensor, before: Tensor) -> Tensor:
 def _carried_sums(sums: RecordView, slots: Tensor) -> Tensor:
     """fp32 [G, 3, D]; slot -1 stands for sums over nothing."""
     stored = sums.read(slots).unflatten(1, (3, -1))
-    if -1 in slots.tolist():
-        stored[:, 0].masked_fill_((slots < 0).unsqueeze(1), -torch.inf)
+    stored[:, 0].masked_fill_((slots < 0).unsqueeze(1), -torch.inf)
     return stored
 
 

@@ -1,7 +1,7 @@
 """The compressor after its projections: pool, norm, RoPE, Hadamard, pack and store, and the state rows (V4 spec 2.9, V4.1 spec 3.6).
 
 Groups whose rows are all kept take one launch, and so do longer ones while each sequence adds one token. Else the rows of long groups
-are summed by several programs, and a second launch merges the sums. A ratio-1 entry pools nothing: `window_store` stores it.
+are summed by several programs, and a second launch merges the sums. A ratio-1 entry pools nothing: `window_store` stores it. Only `rows` may come from the kernel launched just before; all else is read before that one has ended.
 """
 
 from __future__ import annotations
@@ -35,10 +35,17 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class CompressConfig:
-    """A program has all D channels of what it pools, so that the norm needs no other."""
+    """A program has all D channels of what it pools, so that the norm needs no other and pooling no exchange."""
 
-    num_warps: int  # fixes the order of the norm's sum; sums of parts, which have no norm, take twice as many
-    part: int = 0  # rows of a long group that one program sums; 0: all of them, one by one
+    num_warps: int  # fixes the order of the norm's sum
+
+
+@dataclass(frozen=True, slots=True)
+class SumConfig:
+    """Of the first launch for long groups."""
+
+    part: int  # rows of a group that one program sums, a multiple of ROWS_AT_ONCE; 0: all of them, one by one
+    num_warps: int
 
 
 ROWS_AT_ONCE = 8  # of a long group, loaded together
@@ -46,12 +53,17 @@ AT_ONCE = 8  # sums of parts, loaded together
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
-def compress_config(dim: int, slots: int, batch_invariant: bool = False) -> CompressConfig:
-    """4 channels of all rows per lane, so that pooling needs no exchange.
+def compress_config(dim: int, overlap: bool) -> CompressConfig:
+    """4 channels per lane; with overlap 2, of more rows."""
+    return CompressConfig(max(1, dim // (64 if overlap else 128)))
 
-    Added up row by row, sums have the same bits wherever a step ends and the next goes on with them.
+
+def config_of_sums(groups: int, batch_invariant: bool) -> SumConfig:
+    """Added up row by row, sums have the same bits wherever a step ends and the next goes on with them.
+
+    Else 8 rows per program, or 16 where groups alone keep the card busy.
     """
-    return CompressConfig(max(1, dim // 128), 0 if batch_invariant else ROWS_AT_ONCE)
+    return SumConfig(0 if batch_invariant else ROWS_AT_ONCE if groups < 16 else 2 * ROWS_AT_ONCE, 8)
 
 
 @triton.jit
@@ -74,6 +86,17 @@ def _load_row(row, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _load_bias(bias, phases, token, WIDTH: tl.constexpr):
+    """What is added to a row of the step, fp32 [1, WIDTH]: 0 to its values, to its scores the bias of the token's place in its group."""
+    if bias is None:
+        added = 0.0
+    else:
+        column = tl.arange(0, WIDTH)[None, :] - WIDTH // 2
+        added = tl.load(bias + tl.load(phases + token) * (WIDTH // 2) + column, mask=column >= 0, other=0.0)
+    return added
+
+
+@triton.jit
 def _keep_row(x, state_pages, state_page_bytes, slot, STATE_ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
     """Store a row of the step in the state."""
     record = _record(state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH)
@@ -81,15 +104,28 @@ def _keep_row(x, state_pages, state_page_bytes, slot, STATE_ENTRIES: tl.constexp
 
 
 @triton.jit
+def _copy_row(
+    rows, rows_stride, bias, phases, store_rows, store_slots, index, state_pages, state_page_bytes,
+    STATE_ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The program that stores row number `index` of those that the state keeps."""
+    token = tl.load(store_rows + index)
+    slot = tl.load(store_slots + index)
+    added = _load_bias(bias, phases, token, WIDTH)
+    wait_for_inputs(EARLY)
+    _keep_row(_load_row(rows + token * rows_stride, WIDTH) + added, state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH)
+
+
+@triton.jit
 def _sources(
-    sources, first, count, rows, rows_stride, num_tokens, carried, num_carried, state_pages, state_page_bytes,
+    sources, first, count, num_tokens, carried, num_carried, rows, rows_stride, state_pages, state_page_bytes,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STATE_ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to ROWS rows of a group from number `first` of `count` on, and for each how many rows are behind it: 0 for the empty one.
+    """Numbers of ROWS rows of a group from number `first` of `count` on, and pointers to them.
 
     Row by row with scalar addresses, so that the loads of all are in flight together.
     """
-    source, pointer, behind = (), (), ()
+    source, pointer = (), ()
     for i in tl.static_range(ROWS):
         index = tl.load(sources + first + i, mask=first + i < count, other=num_carried + num_tokens)
         source += (index.to(tl.int32),)
@@ -99,19 +135,31 @@ def _sources(
         slot = tl.load(carried + source[i], mask=old, other=0)
         kept = _record(state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH)
         pointer += (tl.where(old, kept, rows + (source[i] - num_carried).to(tl.int64) * rows_stride),)
-        behind += (num_carried + num_tokens - source[i],)
-    return pointer, behind
+    return source, pointer
 
 
 @triton.jit
-def _load_rows(pointer, behind, late, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Scores and values, tuples of [1, D]; with overlap rows from number `late` on serve their own group with their second half."""
-    score, value = (), ()
-    for i in tl.static_range(len(pointer)):
-        row = pointer[i] + (D if i >= late else 0) + tl.arange(0, D)[None, :]
-        score += (tl.load(row + WIDTH // 2, mask=_mask(behind[i], D), other=float("-inf")),)
-        value += (tl.load(row, mask=_mask(behind[i], D), other=0.0),)
-    return score, value
+def _load_scored(row, there, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Scores and values [1, D] at a row's pointer; -inf and 0 unless `there` > 0."""
+    row += tl.arange(0, D)[None, :]
+    mask = _mask(there, D)
+    return tl.load(row + WIDTH // 2, mask=mask, other=float("-inf")), tl.load(row, mask=mask, other=0.0)
+
+
+@triton.jit
+def _sums_of(score, value):
+    """Tuples of [1, D] -> largest score, sum of exp(score - it), and sum of exp(score - it) value."""
+    top = score[0]
+    for i in tl.static_range(1, len(score)):
+        top = tl.maximum(top, score[i])
+    below = top * -LOG2E  # its rounding is a factor of all weights
+    s = tl.zeros(top.shape, tl.float32)
+    v = tl.zeros(top.shape, tl.float32)
+    for i in tl.static_range(len(score)):
+        weight = exp2(tl.fma(score[i], LOG2E, below))
+        s += weight
+        v += weight * value[i]
+    return top, s, v
 
 
 @triton.jit
@@ -131,19 +179,17 @@ def _add(m, s, v, top, total, value):
 
 
 @triton.jit
-def _add_one_by_one(m, s, v, score, value):
-    for i in tl.static_range(len(score)):
-        m, s, v = _add(m, s, v, (score[i],), None, (value[i],))
-    return m, s, v
+def _add_row(m, s, v, score, value):
+    return _add(m, s, v, (score,), None, (value,))
 
 
 @triton.jit
-def _load_sums(pages, page_bytes, slot, ENTRIES: tl.constexpr, D: tl.constexpr):
-    """Running sums m, s, v [1, D]; slot -1: over nothing."""
-    record = _record(pages, page_bytes, slot, ENTRIES, 3 * D) + tl.arange(0, D)[None, :]
-    kept = _mask(slot + 1, D)
-    m = tl.load(record, mask=kept, other=float("-inf"))
-    return m, tl.load(record + D, mask=kept, other=0.0), tl.load(record + 2 * D, mask=kept, other=0.0)
+def _load_sums(record, there, D: tl.constexpr):
+    """Running sums m, s, v [1, D] at a record's pointer; over nothing unless `there` > 0."""
+    record += tl.arange(0, D)[None, :]
+    mask = _mask(there, D)
+    m = tl.load(record, mask=mask, other=float("-inf"))
+    return m, tl.load(record + D, mask=mask, other=0.0), tl.load(record + 2 * D, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -156,97 +202,122 @@ def _store_sums(record, m, s, v, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_groups", "num_carried"])
 def compress_kernel(
-    rows, rows_stride, num_tokens, norm, sources, num_groups, carried, num_carried, store_rows, store_slots, state_pages,
-    state_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
+    rows, rows_stride, num_tokens, bias, phases, norm, sources, num_groups, carried, num_carried, store_rows, store_slots,
+    state_pages, state_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
     OVERLAP: tl.constexpr, HADAMARD: tl.constexpr, ROPE: tl.constexpr, BF16: tl.constexpr, SLOTS: tl.constexpr,
     TOKEN_EACH: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr, STATE_ENTRIES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs up to num_groups - 1 pool a group of SLOTS rows each, the others copy one state row each.
 
-    TOKEN_EACH: group b ends with token b, whose row the same program copies; its other rows are carried ones, -1 for none.
+    TOKEN_EACH: group b ends with token b; its other rows are carried ones, -1 for none. These are summed before the token's row is there.
     """
     D: tl.constexpr = layout.dim
     WIDTH: tl.constexpr = 4 * D if OVERLAP else 2 * D
+    RATIO: tl.constexpr = SLOTS // 2 if OVERLAP else SLOTS
+    # With overlap a row serves the next group with its first half, its own with its second.
+    OWN: tl.constexpr = D if OVERLAP else 0
     program = tl.program_id(0)
-    wait_for_inputs(EARLY)
     if program >= num_groups:
-        token = tl.load(store_rows + program - num_groups)
-        slot = tl.load(store_slots + program - num_groups)
-        x = _load_row(rows + token * rows_stride, WIDTH)
-        _keep_row(x, state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH)
+        _copy_row(
+            rows, rows_stride, bias, phases, store_rows, store_slots, program - num_groups, state_pages, state_page_bytes,
+            STATE_ENTRIES, WIDTH, EARLY,
+        )  # fmt: skip
     else:
         target = tl.load(entry_slots + program).to(tl.int64)
         norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
-        pointer, behind = (), ()
+        score, value = (), ()
         if TOKEN_EACH:
             own = rows + program.to(tl.int64) * rows_stride
-            kept = tl.load(store_slots + program)
             slots = ()
             for i in tl.static_range(SLOTS - 1):
                 slots += (tl.load(carried + program * (SLOTS - 1) + i),)
-            x = _load_row(own, WIDTH)
+            added = 0.0 if bias is None else _load_row(bias + tl.load(phases + program) * (WIDTH // 2) + OWN, D)
             loads_in_flight()
             for i in tl.static_range(SLOTS - 1):
-                pointer += (_record(state_pages, state_page_bytes, slots[i], STATE_ENTRIES, WIDTH),)
-                behind += (slots[i] + 1,)
-            pointer += (own,)
-            behind += (num_tokens,)
+                row = _record(state_pages, state_page_bytes, slots[i], STATE_ENTRIES, WIDTH)
+                there = tl.where(target >= 0, slots[i] + 1, 0)
+                loaded = _load_scored(row + (OWN if i >= SLOTS - RATIO else 0), there, D, WIDTH)
+                score += (loaded[0],)
+                value += (loaded[1],)
+            m, s, v = _sums_of(score, value)
+            wait_for_inputs(EARLY)
+            last_score, last_value = _load_row(own + OWN + WIDTH // 2, D) + added, _load_row(own + OWN, D)
         else:
-            pointer, behind = _sources(
-                sources + program.to(tl.int64) * SLOTS, 0, SLOTS, rows, rows_stride, num_tokens, carried, num_carried, state_pages,
+            source, pointer = _sources(
+                sources + program.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
                 state_page_bytes, SLOTS, WIDTH, STATE_ENTRIES,
             )  # fmt: skip
-        if target >= 0:
-            score, value = _load_rows(pointer, behind, SLOTS // 2 if OVERLAP else SLOTS, D, WIDTH)
-            loads_in_flight()
-            top = score[0]
-            for i in tl.static_range(1, SLOTS):
-                top = tl.maximum(top, score[i])
-            below = top * -LOG2E  # its rounding is a factor of all weights
-            s = tl.zeros((1, D), tl.float32)
-            v = tl.zeros((1, D), tl.float32)
+            wait_for_inputs(EARLY)
             for i in tl.static_range(SLOTS):
-                weight = exp2(tl.fma(score[i], LOG2E, below))
-                s += weight
-                v += weight * value[i]
+                there = tl.where(target >= 0, num_carried + num_tokens - source[i], 0)
+                loaded = _load_scored(pointer[i] + (OWN if i >= SLOTS - RATIO else 0), there, D, WIDTH)
+                score += (loaded[0],)
+                value += (loaded[1],)
+            loads_in_flight()
+            if bias is not None:
+                biased = ()
+                for i in tl.static_range(SLOTS):
+                    place = bias + i % RATIO * (WIDTH // 2) + (OWN if i >= SLOTS - RATIO else 0) + tl.arange(0, D)[None, :]
+                    biased += (score[i] + tl.load(place, mask=_mask(source[i] - num_carried + 1, D), other=0.0),)
+                score = biased
+            m, s, v = _sums_of(score[: SLOTS - 1], value[: SLOTS - 1])
+            last_score, last_value = score[SLOTS - 1], value[SLOTS - 1]
+        if target >= 0:
+            m, s, v = _add_row(m, s, v, last_score, last_value)
             finish_row(
                 round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
                 latent, stored, True, ROPE, HADAMARD, BF16, layout, ENTRIES,
             )  # fmt: skip
-        if TOKEN_EACH:
-            _keep_row(x, state_pages, state_page_bytes, kept, STATE_ENTRIES, WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_carried", "blocks"])
 def sum_parts_kernel(
-    rows, rows_stride, num_tokens, sources, num_slots, carried, num_carried, state_pages, state_page_bytes, carried_sums, sum_pages,
-    sum_page_bytes, partial, blocks,
+    rows, rows_stride, num_tokens, bias, phases, sources, num_slots, carried, num_carried, state_pages, state_page_bytes,
+    carried_sums, sum_pages, sum_page_bytes, partial, blocks,
     D: tl.constexpr, ROWS: tl.constexpr, ONE_BY_ONE: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums over `blocks` times ROWS rows of a group, to partial fp32 [G, parts, 3, D]; the first part goes on with carried sums."""
     group, part = tl.program_id(0), tl.program_id(1)
-    wait_for_inputs(EARLY)
     before = tl.load(carried_sums + group, mask=part == 0, other=-1)
-    m, s, v = _load_sums(sum_pages, sum_page_bytes, before, SUM_ENTRIES, D)
+    m, s, v = _load_sums(_record(sum_pages, sum_page_bytes, before, SUM_ENTRIES, 3 * D), before + 1, D)
     for block in range(blocks):
-        pointer, behind = _sources(
-            sources + group.to(tl.int64) * num_slots, (part * blocks + block) * ROWS, num_slots, rows, rows_stride, num_tokens, carried,
-            num_carried, state_pages, state_page_bytes, ROWS, 2 * D, STATE_ENTRIES,
+        source, pointer = _sources(
+            sources + group.to(tl.int64) * num_slots, (part * blocks + block) * ROWS, num_slots, num_tokens, carried, num_carried, rows,
+            rows_stride, state_pages, state_page_bytes, ROWS, 2 * D, STATE_ENTRIES,
         )  # fmt: skip
-        score, value = _load_rows(pointer, behind, ROWS, D, 2 * D)
+        added = ()
+        for i in tl.static_range(ROWS):
+            if bias is None:
+                added += (0.0,)
+            else:
+                of_step = (source[i] >= num_carried) & (source[i] < num_carried + num_tokens)
+                phase = tl.load(phases + source[i] - num_carried, mask=of_step, other=0)
+                added += (tl.load(bias + phase * D + tl.arange(0, D)[None, :], mask=_mask(of_step, D), other=0.0),)
+        wait_for_inputs(EARLY)
+        score, value = (), ()
+        for i in tl.static_range(ROWS):
+            loaded = _load_scored(pointer[i], num_carried + num_tokens - source[i], D, 2 * D)
+            score += (loaded[0],)
+            value += (loaded[1],)
+        biased = ()
+        for i in tl.static_range(ROWS):
+            biased += (score[i] + added[i],)
         if ONE_BY_ONE:
-            m, s, v = _add_one_by_one(m, s, v, score, value)
+            for i in tl.static_range(ROWS):
+                m, s, v = _add_row(m, s, v, biased[i], value[i])
         else:
-            m, s, v = _add(m, s, v, score, None, value)
+            m, s, v = _add(m, s, v, biased, None, value)
+    if blocks == 0:
+        wait_for_inputs(EARLY)
     _store_sums(partial + (group.to(tl.int64) * tl.num_programs(1) + part) * (3 * D), m, s, v, D)
 
 
 @triton.jit(do_not_specialize=["parts", "num_groups", "num_entries"])
 def merge_parts_kernel(
-    partial, parts, num_groups, num_entries, norm, rows, rows_stride, store_rows, store_slots, state_pages, state_page_bytes,
-    sum_slots, sum_pages, sum_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
+    partial, parts, num_groups, num_entries, norm, rows, rows_stride, bias, phases, store_rows, store_slots, state_pages,
+    state_page_bytes, sum_slots, sum_pages, sum_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
     ROPE: tl.constexpr, BF16: tl.constexpr, AT_ONCE: tl.constexpr,
     layout: tl.constexpr, ENTRIES: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -254,12 +325,11 @@ def merge_parts_kernel(
     """The first num_entries groups are complete and become entries, the others are kept as sums; further programs copy state rows."""
     D: tl.constexpr = layout.dim
     program = tl.program_id(0)
-    wait_for_inputs(EARLY)
     if program >= num_groups:
-        token = tl.load(store_rows + program - num_groups)
-        slot = tl.load(store_slots + program - num_groups)
-        x = _load_row(rows + token * rows_stride, 2 * D)
-        _keep_row(x, state_pages, state_page_bytes, slot, STATE_ENTRIES, 2 * D)
+        _copy_row(
+            rows, rows_stride, bias, phases, store_rows, store_slots, program - num_groups, state_pages, state_page_bytes,
+            STATE_ENTRIES, 2 * D, EARLY,
+        )  # fmt: skip
     else:
         complete = program < num_entries
         target = tl.load(entry_slots + program, mask=complete, other=0).to(tl.int64)
@@ -269,18 +339,18 @@ def merge_parts_kernel(
         sin = tl.zeros((1, D // 2), tl.float32)
         if complete:
             norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
-        column = tl.arange(0, D)[None, :]
+        wait_for_inputs(EARLY)
         m = tl.full((1, D), float("-inf"), tl.float32)
         s = tl.zeros((1, D), tl.float32)
         v = tl.zeros((1, D), tl.float32)
         for first in range(0, parts, AT_ONCE):
             top, total, value = (), (), ()
             for i in tl.static_range(AT_ONCE):
-                part = partial + (program.to(tl.int64) * parts + first + i) * (3 * D) + column
-                there = _mask(parts - first - i + program * 0, D)
-                top += (tl.load(part, mask=there, other=float("-inf")),)
-                total += (tl.load(part + D, mask=there, other=0.0),)
-                value += (tl.load(part + 2 * D, mask=there, other=0.0),)
+                record = partial + (program.to(tl.int64) * parts + first + i) * (3 * D)
+                loaded = _load_sums(record, parts - first - i + program * 0, D)
+                top += (loaded[0],)
+                total += (loaded[1],)
+                value += (loaded[2],)
             m, s, v = _add(m, s, v, top, total, value)
         if target >= 0:
             if complete:
@@ -294,7 +364,7 @@ def merge_parts_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_carried"])
 def token_each_kernel(
-    rows, rows_stride, num_tokens, norm, sources, carried, num_carried, store_slots, state_pages, state_page_bytes,
+    rows, rows_stride, num_tokens, bias, phases, norm, sources, carried, num_carried, store_slots, state_pages, state_page_bytes,
     carried_sums, sum_slots, sum_pages, sum_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
     ROPE: tl.constexpr, BF16: tl.constexpr, SLOTS: tl.constexpr,
     layout: tl.constexpr, ENTRIES: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
@@ -303,41 +373,47 @@ def token_each_kernel(
     """Program b has token b: its group's entry, if complete; then the oldest kept row joins the sums, and its own row takes that place."""
     D: tl.constexpr = layout.dim
     program, count = tl.program_id(0), tl.num_programs(0)
-    wait_for_inputs(EARLY)
     target = tl.load(entry_slots + program).to(tl.int64)
     open_target = tl.load(sum_slots + program)
-    open_sums = tl.load(carried_sums + count + program)
-    own = rows + program.to(tl.int64) * rows_stride
     kept = tl.load(store_slots + program)
-    x = _load_row(own, 2 * D)
-    pointer, behind = _sources(
-        sources + (count + program).to(tl.int64) * SLOTS, 0, SLOTS, rows, rows_stride, num_tokens, carried, num_carried, state_pages,
-        state_page_bytes, 1, 2 * D, STATE_ENTRIES,
-    )  # fmt: skip
+    oldest = tl.load(sources + (count + program).to(tl.int64) * SLOTS)
+    oldest_slot = tl.load(carried + program * (SLOTS - 1))
+    before, open_before = tl.load(carried_sums + program), tl.load(carried_sums + count + program)
+    added = _load_bias(bias, phases, program, 2 * D)
+    loads_in_flight()
+    open_m, open_s, open_v = _load_sums(_record(sum_pages, sum_page_bytes, open_before, SUM_ENTRIES, 3 * D), open_before + 1, D)
+    record = _record(state_pages, state_page_bytes, oldest_slot, STATE_ENTRIES, 2 * D)
+    score, value = _load_scored(record, oldest < num_carried, D, 2 * D)
+    open_m, open_s, open_v = _add_row(open_m, open_s, open_v, score, value)
+    wait_for_inputs(EARLY)
+    own = rows + program.to(tl.int64) * rows_stride
+    x = _load_row(own, 2 * D) + added
     if target >= 0:
-        m, s, v = _load_sums(sum_pages, sum_page_bytes, tl.load(carried_sums + program), SUM_ENTRIES, D)
+        m, s, v = _load_sums(_record(sum_pages, sum_page_bytes, before, SUM_ENTRIES, 3 * D), before + 1, D)
         norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
-        own_pointer, own_behind = _sources(
-            sources + program.to(tl.int64) * SLOTS, 0, SLOTS, rows, rows_stride, num_tokens, carried, num_carried, state_pages,
+        source, pointer = _sources(
+            sources + program.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
             state_page_bytes, SLOTS, 2 * D, STATE_ENTRIES,
         )  # fmt: skip
-        score, value = _load_rows(own_pointer, own_behind, SLOTS, D, 2 * D)
-        m, s, v = _add_one_by_one(m, s, v, score, value)
+        for i in tl.static_range(SLOTS):
+            loaded = _load_scored(pointer[i], num_carried + num_tokens - source[i], D, 2 * D)
+            biased = loaded[0]
+            if i == SLOTS - 1 and bias is not None:
+                biased += _load_row(bias + tl.load(phases + program) * D, D)
+            m, s, v = _add_row(m, s, v, biased, loaded[1])
         finish_row(
             round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
             latent, stored, True, ROPE, False, BF16, layout, ENTRIES,
         )  # fmt: skip
-    m, s, v = _load_sums(sum_pages, sum_page_bytes, open_sums, SUM_ENTRIES, D)
-    score, value = _load_rows(pointer, behind, 1, D, 2 * D)
-    m, s, v = _add_one_by_one(m, s, v, score, value)
     tl.debug_barrier()  # the entry has read what is replaced now
     if open_target >= 0:
-        _store_sums(_record(sum_pages, sum_page_bytes, open_target, SUM_ENTRIES, 3 * D), m, s, v, D)
+        _store_sums(_record(sum_pages, sum_page_bytes, open_target, SUM_ENTRIES, 3 * D), open_m, open_s, open_v, D)
     _keep_row(x, state_pages, state_page_bytes, kept, STATE_ENTRIES, 2 * D)
 
 
 def compress(
     rows: Tensor,
+    bias: Tensor | None,
     norm: Tensor,
     facts: CompressFacts,
     store: StoreFacts | None,
@@ -354,13 +430,17 @@ def compress(
     stored: Tensor | None = None,
     batch_invariant: bool = False,
     config: CompressConfig | None = None,
+    sum_config: SumConfig | None = None,
 ) -> Tensor | None:
     """Store the entries that this step completes and the state rows that later steps read; arguments as the reference's.
 
     An entry slot or state slot of -1 is left out, so that a captured graph can hold groups that most of its replays leave open.
 
+    `norm`, `bias`, facts, state and sums are read before the kernel launched just before has ended: that one must not write them, and
+    must itself have waited before it lets others start (`wait_for_inputs`).
+
     Args:
-        rows: fp32, contiguous in the last dim.
+        rows: fp32, contiguous in the last dim; kept.
         stored: fp32 [E, D], receives the rows that were packed.
         batch_invariant: entries do not depend, bit for bit, on how steps cut a sequence.
 
@@ -370,7 +450,7 @@ def compress(
     entry_slots, rope, layout = facts.entry_slots[entries.name][layer_row], facts.rope, entries.layout
     latent = torch.empty(len(rope), layout.dim, dtype=dtype, device=rows.device) if with_latent else None
     if state is None or store is None:
-        assert not rotate_keys, "entries of one token are latents, which are not rotated as V4's index keys are"
+        assert not rotate_keys and bias is None, "entries of one token are latents, which are not rotated as V4's index keys are"
         window_store(
             rows.to(dtype), rope, entries.data, layout, entries.entries_per_page, entry_slots, norm=norm, eps=eps, latent=latent,
             stored=stored,
@@ -384,16 +464,22 @@ def compress(
     )
     assert rows.shape[1] == width == state.layout.dim and rows.stride(1) == 1, f"rows {tuple(rows.shape)}, state {state.layout}"
     assert rows.dtype == norm.dtype == torch.float32, f"rows are {rows.dtype}, norm {norm.dtype}; both must be fp32"
+    ratio = slots // 2 if overlap else slots
+    assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous() and bias.shape[1] == width // 2), (
+        f"bias is {bias.dtype} {tuple(bias.shape)}, fp32 [ratio, {width // 2}] is wanted"
+    )
+    assert bias is None or sums is not None or len(bias) == ratio, f"bias of {len(bias)} places for groups of {ratio}"
+    assert bias is None or (len(facts.phases) == len(rows) and facts.phases.is_contiguous()), "a bias needs every token's place"
     assert len(entry_slots) == len(rope) <= groups, f"{len(entry_slots)} slots and {len(rope)} rotations for {groups} groups"
     assert sums is not None or len(rope) == groups, f"{groups} groups, {len(rope)} complete, and no sums"
-    config = config or compress_config(dim, slots, batch_invariant)
+    config = config or compress_config(dim, overlap)
     options: dict[str, Any] = {"STATE_ENTRIES": state.entries_per_page, "num_warps": config.num_warps}
-    of_rows = (rows, rows.stride(0), len(rows))
+    of_rows = (rows, rows.stride(0), len(rows), bias, facts.phases)
     of_state = (state.data, state.data.stride(0))
     of_entries = (entries.data, entries.data.stride(0), entry_slots, torch.view_as_real(rope), latent, stored, eps)
     finish = {"ROPE": 2 * rope.shape[1], "BF16": dtype == torch.bfloat16, "layout": layout, "ENTRIES": entries.entries_per_page}
     if sums is None:
-        programs = groups if facts.token_each else groups + num_store
+        programs = groups + num_store
         if programs:
             compress_kernel[(programs,)](
                 *of_rows, norm, facts.sources, groups, carried, len(carried), store.rows, store_slots, *of_state, *of_entries,
@@ -411,36 +497,37 @@ def compress(
             SLOTS=slots, **finish, **options, **early(len(rows), rows),
         )  # fmt: skip
         return latent
-    blocks = triton.cdiv(config.part or slots, ROWS_AT_ONCE)
+    parts_config = sum_config or config_of_sums(groups, batch_invariant)
+    blocks = triton.cdiv(parts_config.part or slots, ROWS_AT_ONCE)
     parts = triton.cdiv(slots, blocks * ROWS_AT_ONCE) if slots else 1
     partial = torch.empty(groups, parts, 3, dim, dtype=torch.float32, device=rows.device)
     if groups:
         sum_parts_kernel[(groups, parts)](
             *of_rows, facts.sources, slots, carried, len(carried), *of_state, carried_sums, *of_sums, partial, blocks,
-            D=dim, ROWS=ROWS_AT_ONCE, ONE_BY_ONE=config.part == 0, **early(groups * parts, rows),
-            **options | {"num_warps": 2 * config.num_warps},
+            D=dim, ROWS=ROWS_AT_ONCE, ONE_BY_ONE=parts_config.part == 0, **early(groups * parts, rows),
+            **options | {"num_warps": parts_config.num_warps},
         )  # fmt: skip
     if groups + num_store:  # no program here reads what another one replaces: carried sums and state rows have been read
         merge_parts_kernel[(groups + num_store,)](
-            partial, parts, groups, len(rope), norm, rows, rows.stride(0), store.rows, store_slots, *of_state, sum_slots, *of_sums,
-            *of_entries, AT_ONCE=AT_ONCE, **finish, **options, **early(groups + num_store, rows),
+            partial, parts, groups, len(rope), norm, rows, rows.stride(0), bias, facts.phases, store.rows, store_slots, *of_state,
+            sum_slots, *of_sums, *of_entries, AT_ONCE=AT_ONCE, **finish, **options, **early(groups + num_store, rows),
         )  # fmt: skip
     return latent
 
 
 def aot_cases() -> list[AotCase]:
     signature = {
-        "rows": "*fp32", "rows_stride": "i32", "num_tokens": "i32", "norm": "*fp32", "sources": "*i64", "num_slots": "i32",
+        "rows": "*fp32", "rows_stride": "i32", "num_tokens": "i32", "bias": "*fp32", "phases": "*i64", "norm": "*fp32", "sources": "*i64", "num_slots": "i32",
         "num_groups": "i32", "num_entries": "i32", "carried": "*i32", "num_carried": "i32", "state_pages": "*u8",
         "state_page_bytes": "i32", "store_rows": "*i64", "store_slots": "*i64", "pages": "*u8", "page_bytes": "i32",
         "entry_slots": "*i32", "rope": "*fp32", "eps": "fp32", "carried_sums": "*i32", "sum_slots": "*i64", "sum_pages": "*u8",
         "sum_page_bytes": "i32", "partial": "*fp32", "parts": "i32", "blocks": "i32",
     }  # fmt: skip
-    pointers = ("rows", "norm", "state_pages", "pages", "rope", "sum_pages", "partial")
+    pointers = ("rows", "bias", "norm", "state_pages", "pages", "rope", "sum_pages", "partial")
     aligned = (*pointers, "rows_stride", "state_page_bytes", "page_bytes", "sum_page_bytes")
 
     def case(name: str, kernel: Any, num_warps: int, constants: dict[str, Any]) -> AotCase:
-        types = {n: signature[n] for n in kernel.arg_names if n in signature}
+        types = {n: signature[n] for n in kernel.arg_names if n in signature and n not in constants}
         return AotCase(f"compress {name}", kernel, types, constants, num_warps, aligned=tuple(n for n in aligned if n in types))
 
     kinds = [(4, name) for name in ("bf16", "v4", "v41", "index_bf16", "index_fp8", "index_mxfp4")]
@@ -448,30 +535,29 @@ def aot_cases() -> list[AotCase]:
     cases = []
     for ratio, name in kinds:
         layout = layouts.get(name)
-        warps = compress_config(layout.dim, ratio).num_warps
+        slots = {4: 8, 2: 2, 128: 9}[ratio]
+        warps = compress_config(layout.dim, ratio == 4).num_warps
         finish: dict[str, Any] = {
             "ROPE": 64, "BF16": True, "layout": layout, "ENTRIES": 256 // ratio, "latent": None, "stored": None,
             "STATE_ENTRIES": 8 if ratio == 128 else 4, "EARLY": True,
         }  # fmt: skip
+        if ratio == 2:  # V4.1 has no position bias
+            finish["bias"] = None
         if ratio == 128:
             cases.append(
                 case(f"ratio 128 {name} merged", merge_parts_kernel, warps, finish | {"AT_ONCE": AT_ONCE, "SUM_ENTRIES": 1})
             )
-            cases.append(case(f"ratio 128 {name} token each", token_each_kernel, warps, finish | {"SLOTS": 9, "SUM_ENTRIES": 1}))
+            cases.append(
+                case(f"ratio 128 {name} token each", token_each_kernel, warps, finish | {"SLOTS": slots, "SUM_ENTRIES": 1})
+            )
             continue
-        pooled = finish | {"OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "SLOTS": 8 if ratio == 4 else 2}
+        pooled = finish | {"OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "SLOTS": slots}
         for each in (False, True):
             cases.append(case(f"ratio {ratio} {name} token each={each}", compress_kernel, warps, pooled | {"TOKEN_EACH": each}))
     for one_by_one in (False, True):
         constants = {
-            "D": 512,
-            "ROWS": ROWS_AT_ONCE,
-            "ONE_BY_ONE": one_by_one,
-            "STATE_ENTRIES": 8,
-            "SUM_ENTRIES": 1,
-            "EARLY": True,
-        }
-        cases.append(
-            case(f"parts, one by one={one_by_one}", sum_parts_kernel, 2 * compress_config(512, 128).num_warps, constants)
-        )
+            "D": 512, "ROWS": ROWS_AT_ONCE, "ONE_BY_ONE": one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1, "EARLY": True,
+        }  # fmt: skip
+        warps = config_of_sums(1, one_by_one).num_warps
+        cases.append(case(f"ratio 128 parts, one by one={one_by_one}", sum_parts_kernel, warps, constants))
     return cases

@@ -42,8 +42,9 @@ class Splits:
 class Partial(NamedTuple):
     """Where programs that see a part of a token's keys leave their results."""
 
-    out: Tensor  # fp32 [T, count, H, 512], normalised over the part
+    out: Tensor  # fp16 [T, count, H, 512], relative to a row's largest magnitude
     lse: Tensor  # fp32 [T, count, H], base 2
+    scale: Tensor  # fp32 [T, count, H]; times `out` it is the mean over the part
 
 
 def check_layouts(window: Layout, entries: Layout | None) -> None:

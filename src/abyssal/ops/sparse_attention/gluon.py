@@ -114,6 +114,7 @@ def sparse_attention(
         lse,
         partial.out,
         partial.lse,
+        partial.scale,
         heads,
         tiles,
         splits.count,
@@ -207,6 +208,7 @@ class Output(NamedTuple):
     stride_t: Any
     stride_h: Any
     lse: Any
+    scale: Any  # of parts
 
 
 class Barriers(NamedTuple):
@@ -256,6 +258,7 @@ def attend_kernel(
     lse,
     partial_out,
     partial_lse,
+    partial_scale,
     H,
     tiles,
     count,
@@ -285,7 +288,7 @@ def attend_kernel(
     right = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
     bias = gl.allocate_shared_memory(gl.float32, [4, BLOCK], SHARED_ROW)
-    factors = gl.allocate_shared_memory(gl.float32, [3, 64], SHARED_ROW)
+    factors = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
     of_q = Barriers(allocate_barriers(1), allocate_barriers(1))
     of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
     of_right = Barriers(allocate_barriers(2), allocate_barriers(2))
@@ -297,9 +300,9 @@ def attend_kernel(
 
     work = Work(window_lengths, entry_lengths, H, tiles, count, split_blocks)
     queries = Queries(q, q_stride_t, q_stride_h)
-    to = Output(out, out_stride_t, out_stride_h, lse)
+    to = Output(out, out_stride_t, out_stride_h, lse, lse)
     if PARTIAL:
-        to = Output(partial_out, 0, D, partial_lse)
+        to = Output(partial_out, 0, D, partial_lse, partial_scale)
     window = Keys(window_slots, window_slots_stride, window_width, window_pages, window_page_stride)
     entries = Keys(entry_slots, entry_slots_stride, entry_width, entry_pages, entry_page_stride)
     gl.warp_specialize(
@@ -412,20 +415,30 @@ def weigh_and_add(
         factor = 1.0 / gl.where(total > 0, total, 1.0)
         rows = gl.arange(0, 64, layout=ROWS)
         in_range = rows < work.heads - first_head
+        part = part_of(token, split, work, PARTIAL)
+        of_rows = part * work.heads + first_head + rows
         if not PARTIAL:
             b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
             share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
             factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
-        mbarrier.wait(of_end.empty.index(0), parity ^ 1)
+        mbarrier.wait(of_end.empty.index(0), parity)
+        if PARTIAL:
+            largest = gl.maximum(gl.convert_layout(largest_of_rows(acc), ROWS), factors.index(3).load(ROWS))
+            gl.store(to.scale + of_rows, largest * factor, mask=in_range)
+            factor = 1.0 / largest
         factors.index(2).store(factor)
         mbarrier.arrive(of_end.full.index(0))
         parity ^= 1
-        part = part_of(token, split, work, PARTIAL)
-        lse = to.lse + part * work.heads + first_head
-        gl.store(lse + rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=in_range)
+        gl.store(to.lse + of_rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=in_range)
         if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-            of_rows = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
-            store_half(0, acc, of_rows, to, token, part, first_head, work.heads, PARTIAL)
+            of_acc = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
+            store_half(0, acc, of_acc, to, token, part, first_head, work.heads, PARTIAL)
+
+
+@gluon.jit
+def largest_of_rows(acc):
+    """Largest magnitude of each row; not 0, as rows are divided by it."""
+    return gl.maximum(gl.max(gl.abs(acc), axis=1), 1e-30)
 
 
 @gluon.jit
@@ -499,10 +512,12 @@ def add_right(
             mbarrier.arrive(of_right.empty.index(half))
         n += blocks
 
+        if PARTIAL:
+            factors.index(3).store(largest_of_rows(acc))
+        mbarrier.arrive(of_end.empty.index(0))
         mbarrier.wait(of_end.full.index(0), parity)
         parity ^= 1
         factor = factors.index(2).load(gl.SliceLayout(1, OUTPUT))
-        mbarrier.arrive(of_end.empty.index(0))
         if not PARTIAL or blocks > 0:
             part = part_of(token, split, work, PARTIAL)
             store_half(1, acc, factor, to, token, part, first_head, work.heads, PARTIAL)
@@ -510,7 +525,7 @@ def add_right(
 
 @gluon.jit
 def store_half(SIDE: gl.constexpr, acc, factor, to, token, part, first_head, heads, PARTIAL: gl.constexpr):
-    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 in bf16."""
+    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 of 16 bits."""
     TYPE: gl.constexpr = to.rows.dtype.element_ty
     ROWS: gl.constexpr = OUTPUT_ROWS if TYPE.primitive_bitwidth == 16 else OUTPUT
     if PARTIAL:
@@ -906,7 +921,7 @@ def aot_cases() -> list[AotCase]:
     """Every pair of layouts, with splits and without, and blocks of 32 keys."""
     pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("window_pages", "entry_pages", "zeros"), "*u8")
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
-    pointers |= dict.fromkeys(("sink", "lse", "partial_out", "partial_lse"), "*fp32")
+    pointers |= dict.fromkeys(("sink", "lse", "partial_lse", "partial_scale"), "*fp32") | {"partial_out": "*fp16"}
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
     numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks")

@@ -121,6 +121,7 @@ def sparse_attention(
         lse,
         partial.out,
         partial.lse,
+        partial.scale,
         heads,
         splits.count,
         splits.blocks or 0,
@@ -145,8 +146,9 @@ def multiprocessors(device: torch.device) -> int:
 def new_partial(q: Tensor, count: int) -> Partial:
     """Room for partial results; with one split there are none."""
     tokens, heads, dim = q.shape if count > 1 else (0, 0, HEAD_DIM)
-    out = torch.empty(tokens, count, heads, dim, dtype=torch.float32, device=q.device)
-    return Partial(out, torch.empty(tokens, count, heads, dtype=torch.float32, device=q.device))
+    out = torch.empty(tokens, count, heads, dim, dtype=torch.float16, device=q.device)
+    of_rows = torch.empty(2, tokens, count, heads, dtype=torch.float32, device=q.device)
+    return Partial(out, of_rows[0], of_rows[1])
 
 
 def combine(partial: Partial, splits: Splits, sink: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -154,7 +156,7 @@ def combine(partial: Partial, splits: Splits, sink: Tensor, out: Tensor, lse: Te
     tokens, count, heads, dim = partial.out.shape
     block = COMBINE_BLOCK if splits.blocks else min(COMBINE_BLOCK, triton.next_power_of_2(count))
     combine_kernel[(tokens * heads,)](
-        partial.out, partial.lse, sink, out, out.stride(0), out.stride(1), lse,
+        partial.out, partial.lse, partial.scale, sink, out, out.stride(0), out.stride(1), lse,
         H=heads, D=dim, count=count, BLOCK=block, EARLY=out.is_cuda, num_warps=max(1, block // 4), launch_pdl=out.is_cuda,
     )  # fmt: skip
 
@@ -190,6 +192,7 @@ def attend_kernel(
     lse,
     partial_out,
     partial_lse,
+    partial_scale,
     H,
     count,
     split_blocks,
@@ -244,13 +247,15 @@ def attend_kernel(
     else:
         rows = (token.to(tl.int64) * count + split) * H + heads
         tl.store(partial_lse + rows, b_lse, mask=in_range)
+        largest = tl.maximum(tl.max(tl.abs(b_out), axis=1), 1e-30)
+        tl.store(partial_scale + rows, largest, mask=in_range)
         if last > first:  # `combine_kernel` does not read parts without keys
-            tl.store(partial_out + rows[:, None] * D + d, b_out, mask=in_range[:, None])
+            tl.store(partial_out + rows[:, None] * D + d, (b_out / largest[:, None]).to(tl.float16), mask=in_range[:, None])
 
 
 @triton.jit(do_not_specialize=["count"])
 def combine_kernel(
-    partial_out, partial_lse, sink, out, out_stride_t, out_stride_h, lse, H: tl.constexpr, D: tl.constexpr, count,
+    partial_out, partial_lse, partial_scale, sink, out, out_stride_t, out_stride_h, lse, H: tl.constexpr, D: tl.constexpr, count,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weighted mean of the parts of one head of one token, BLOCK at a time: parts without keys, or beyond `count`, change no bit."""
@@ -271,7 +276,8 @@ def combine_kernel(
     for start in range(0, count, BLOCK):
         parts = start + n
         weight = tl.exp2(tl.load(partial_lse + first + parts * H, mask=parts < count, other=float("-inf")) - base)
-        acc += tl.sum(tl.where((weight > 0)[:, None], b_out * weight[:, None], 0.0), axis=0)
+        factor = weight * tl.load(partial_scale + first + parts * H, mask=parts < count, other=0.0)
+        acc += tl.sum(tl.where((weight > 0)[:, None], b_out.to(tl.float32) * factor[:, None], 0.0), axis=0)
         totals += weight
         rows += BLOCK * H * D
         b_out = tl.load(rows, mask=(parts + BLOCK < count)[:, None], other=0.0)
@@ -369,7 +375,7 @@ def aot_cases() -> list[AotCase]:
     """Every layout pair at 64 heads, with splits and without; few heads; and the combining kernel."""
     pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("window_pages", "entry_pages"), "*u8")
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
-    pointers |= dict.fromkeys(("sink", "lse", "partial_out", "partial_lse"), "*fp32")
+    pointers |= dict.fromkeys(("sink", "lse", "partial_lse", "partial_scale"), "*fp32") | {"partial_out": "*fp16"}
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h", "H")
     signature = pointers | dict.fromkeys((*aligned[len(pointers) :], "count", "split_blocks"), "i32") | {"scale_log2": "fp32"}
