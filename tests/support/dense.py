@@ -107,8 +107,9 @@ class _Dense:
         ratio, count = compressor.ratio, self.length // compressor.ratio
         if not count:
             return rows.new_zeros(0, len(compressor.norm))
-        rows = rows + compressor.bias[self.positions % ratio]
-        values, scores = (part[: count * ratio].view(count, ratio, -1) for part in rows.chunk(2, dim=1))
+        values, scores = rows.chunk(2, dim=1)
+        scores = scores + compressor.bias[self.positions % ratio]
+        values, scores = (part[: count * ratio].view(count, ratio, -1) for part in (values, scores))
         if ratio == 4:
             (early, late), (early_s, late_s) = values.chunk(2, dim=2), scores.chunk(2, dim=2)
             before = torch.cat([torch.zeros_like(early[:1]), early[:-1]])

@@ -116,6 +116,7 @@ class RowByRow(ReferenceOps):
     """A token's experts are computed by themselves: their bits do not depend on the rows that other ranks bring."""
 
     def __init__(self, batch_invariant: bool) -> None:
+        super().__init__()
         self.batch_invariant = batch_invariant
 
     def choice_outputs(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ReferenceExperts, first: int) -> Tensor:

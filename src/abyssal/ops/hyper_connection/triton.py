@@ -67,7 +67,7 @@ class KernelWeights:
 FEW = ((2, True, 1, 32, 2, 2, 255), (8, True, 8, 128, 4, 2, 255))
 LAUNCHES = {
     True: (*FEW, (64, True, 16, 128, 4, 2, 200), (1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 32, 64, 4, 2, 168)),
-    False: (*FEW, (64, True, 16, 128, 4, 2, 255), (1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 64, 32, 8, 3, 128)),
+    False: (*FEW, (64, True, 16, 128, 4, 2, 255), (1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 32, 64, 4, 2, 168)),
 }
 INVARIANT = (64, 32, 4, 3, 255)  # block_tokens, block_hidden, warps, stages, registers in batch-invariant mode
 INVARIANT_TOKENS = 512  # whose splits every number of tokens takes there: few steps, and few sums to read again
