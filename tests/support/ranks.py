@@ -8,7 +8,7 @@ import tempfile
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -58,13 +58,15 @@ class Pool:
         assert len(arguments) == mesh.size
         for pipe, given in zip(self._pipes, arguments, strict=False):
             pipe.send((job, (mesh.dp, mesh.tp, mesh.ep), store, given))
-        results = []
-        for pipe in self._pipes[: mesh.size]:
-            assert pipe.poll(PATIENCE), "a rank does not answer"
-            results.append(pipe.recv())
-        failures = [text for failed, text in results if failed]
-        assert not failures, "\n".join(failures)
-        return [value for _, value in results]
+        pipes, results = self._pipes[: mesh.size], {}
+        while waiting := [pipe for pipe in pipes if pipe not in results]:
+            ready = wait(waiting, PATIENCE)
+            assert ready, "a rank does not answer"
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                failed, results[pipe] = pipe.recv()
+                assert not failed, results[pipe]  # others may wait for it
+        return [results[pipe] for pipe in pipes]
 
     def close(self) -> None:
         for process in self._processes:
