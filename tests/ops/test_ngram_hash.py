@@ -70,9 +70,9 @@ def slow_rows(hashing: NgramHash, ids: list[int], position: int, layer: int) -> 
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(0, 11))
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(0, 11))
 def test_rows_of_any_cut(ids: list[int], cut: int) -> None:
-    hashing = ngram_hash(SMALL, TOKENS)
+    hashing = ngram_hash(SMALL, TOKENS, 6)
     assert hashing.history == 2 and hashing.pad == 2
     cut = min(cut, len(ids) - 1)
     chunks = [Chunk(ids[:cut], 0, CACHE)] if cut else []
@@ -81,8 +81,15 @@ def test_rows_of_any_cut(ids: list[int], cut: int) -> None:
     assert (rows >= 0).all() and (rows.amax((1, 2)) < torch.tensor(SMALL.num_embeddings)).all()
 
 
+def test_ids_without_a_text_are_padding() -> None:
+    """The model's vocabulary may be longer than the tokenizer's, and a step may draw any of it."""
+    hashing = ngram_hash(SMALL, TOKENS, 6)
+    recent = torch.tensor([[5, 0, 4], [2, 0, 2]])
+    assert torch.equal(*hashing.rows(recent).unbind(1))
+
+
 def test_sizes_of_another_checkpoint_are_named() -> None:
     with pytest.raises(ConfigError, match=r"engram_compressed_vocab_size is 4, but the tokenizer's texts have 3 normal forms"):
-        ngram_hash(replace(SMALL, compressed_vocab_size=4), TOKENS)
+        ngram_hash(replace(SMALL, compressed_vocab_size=4), TOKENS, 4)
     with pytest.raises(ConfigError, match=r"engram_num_embeddings gives layer 3 507 rows, but .* need 508"):
-        ngram_hash(replace(SMALL, num_embeddings=(420, 507)), TOKENS)
+        ngram_hash(replace(SMALL, num_embeddings=(420, 507)), TOKENS, 4)

@@ -195,4 +195,4 @@ def _ngram_hash(config: ModelConfig, tokenizer: Tokenizer | None) -> NgramHash |
         raise ConfigError(
             "this model has n-gram tables, which are addressed by the texts of its tokens: tokenizer.json is missing"
         )
-    return ngram_hash(config.engram, tokenizer.vocabulary())
+    return ngram_hash(config.engram, tokenizer.vocabulary(), config.vocab_size)

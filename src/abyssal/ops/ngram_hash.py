@@ -33,7 +33,7 @@ _NORMAL_FORM = normalizers.Sequence(
 class NgramHash:
     """Constants of the hash, int64. L engram layers, N the largest n-gram, Hd heads per n-gram size."""
 
-    token_map: Tensor  # [vocabulary], token id -> compressed id
+    token_map: Tensor  # [vocabulary of the model], token id -> compressed id
     pad: int  # compressed id in place of ids before the sequence
     multipliers: Tensor  # [L, N]
     primes: Tensor  # [L, N - 1, Hd]
@@ -66,11 +66,12 @@ class NgramHash:
         return (buckets + self.offsets.unsqueeze(1)).flatten(2)
 
 
-def ngram_hash(config: EngramConfig, tokens: Iterable[tuple[str, str]]) -> NgramHash:
+def ngram_hash(config: EngramConfig, tokens: Iterable[tuple[str, str]], vocab_size: int) -> NgramHash:
     """The hash of a model.
 
     Args:
         tokens: per token id, from 0 on, its decoded text and its entry in the vocabulary.
+        vocab_size: of the model, whose last ids may have no text: they count as padding, should one be drawn.
 
     Raises:
         ConfigError: the tokenizer's or the tables' sizes are not those of the config.
@@ -92,7 +93,9 @@ def ngram_hash(config: EngramConfig, tokens: Iterable[tuple[str, str]]) -> Ngram
     ends = primes.reshape(len(primes), -1).cumsum(1)
     offsets = (ends - primes.reshape(len(primes), -1)).reshape(primes.shape)
     constants = map(torch.from_numpy, (hash_multipliers(config), primes, offsets))
-    return NgramHash(torch.from_numpy(ids), int(ids[config.pad_token_id]), *constants)
+    pad = int(ids[config.pad_token_id])
+    mapped = np.pad(ids, (0, max(0, vocab_size - len(ids))), constant_values=pad)
+    return NgramHash(torch.from_numpy(mapped), pad, *constants)
 
 
 def token_map(tokens: Iterable[tuple[str, str]]) -> np.ndarray:
