@@ -1,7 +1,8 @@
 """The compressor after its projections: pool, norm, RoPE, Hadamard, pack and store, and the state rows (V4 spec 2.9, V4.1 spec 3.6).
 
 Groups whose rows are all kept take one launch, and so do longer ones while each sequence adds one token. Else the rows of long groups
-are summed by several programs, and a second launch merges the sums. A ratio-1 entry pools nothing: `window_store` stores it. Only `rows` may come from the kernel launched just before; all else is read before that one has ended.
+are summed by several programs, and a second launch merges the sums. A ratio-1 entry pools nothing: `window_store` stores it. Only
+`rows` may come from the kernel launched just before; all else is read before that one has ended.
 """
 
 from __future__ import annotations
@@ -517,8 +518,8 @@ def compress(
 
 def aot_cases() -> list[AotCase]:
     signature = {
-        "rows": "*fp32", "rows_stride": "i32", "num_tokens": "i32", "bias": "*fp32", "phases": "*i64", "norm": "*fp32", "sources": "*i64", "num_slots": "i32",
-        "num_groups": "i32", "num_entries": "i32", "carried": "*i32", "num_carried": "i32", "state_pages": "*u8",
+        "rows": "*fp32", "rows_stride": "i32", "num_tokens": "i32", "bias": "*fp32", "phases": "*i64", "norm": "*fp32",
+        "sources": "*i64", "num_slots": "i32", "num_groups": "i32", "num_entries": "i32", "carried": "*i32", "num_carried": "i32", "state_pages": "*u8",
         "state_page_bytes": "i32", "store_rows": "*i64", "store_slots": "*i64", "pages": "*u8", "page_bytes": "i32",
         "entry_slots": "*i32", "rope": "*fp32", "eps": "fp32", "carried_sums": "*i32", "sum_slots": "*i64", "sum_pages": "*u8",
         "sum_page_bytes": "i32", "partial": "*fp32", "parts": "i32", "blocks": "i32",

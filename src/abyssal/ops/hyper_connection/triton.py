@@ -65,10 +65,8 @@ class KernelWeights:
 # Whether a site collapses with its own pre (V4) or a given one (V4.1) -> up to so many tokens: one launch, block_tokens,
 # block_hidden, warps, stages, registers per thread.
 FEW = ((2, True, 1, 32, 2, 2, 255), (8, True, 8, 128, 4, 2, 255))
-LAUNCHES = {
-    True: (*FEW, (64, True, 16, 128, 4, 2, 200), (1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 32, 64, 4, 2, 168)),
-    False: (*FEW, (64, True, 16, 128, 4, 2, 255), (1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 32, 64, 4, 2, 168)),
-}
+MANY = ((1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 32, 64, 4, 2, 168))
+LAUNCHES = {own_pre: (*FEW, (64, True, 16, 128, 4, 2, registers), *MANY) for own_pre, registers in ((True, 200), (False, 255))}
 INVARIANT = (64, 32, 4, 3, 255)  # block_tokens, block_hidden, warps, stages, registers in batch-invariant mode
 INVARIANT_TOKENS = 512  # whose splits every number of tokens takes there: few steps, and few sums to read again
 

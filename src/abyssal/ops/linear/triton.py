@@ -187,25 +187,38 @@ class QuantisedInput:
 Input = Tensor | QuantisedInput
 
 
+def scale_strides(scales: Tensor | None) -> tuple[int, int]:
+    """Of a kernel's argument `scales` fp32 [T, tiles], None where it writes values: from token to token, and from tile to tile."""
+    return (0, 0) if scales is None else (scales.stride(0), scales.stride(1))
+
+
+@triton.jit
+def store_codes(codes, exponent, out, scales, tiles_stride, part, columns, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """What `e4m3_tiles` gave for part number `part`, of WIDTH columns, of a token: codes uint8 to its row `out`, and its `scales`."""
+    column = part * WIDTH + tl.arange(0, WIDTH)
+    tl.store(out + column, tl.reshape(codes, (WIDTH,)), mask=column < columns)
+    tile = part * (WIDTH // TILE) + tl.arange(0, WIDTH // TILE)
+    tl.store(scales + tile * tiles_stride, power_of_two(exponent), mask=tile * TILE < columns)
+
+
 @triton.jit(do_not_specialize=["scales_stride", "tiles_stride"])
 def quantise_kernel(
-    x, x_stride, out, scales, scales_stride, tiles_stride, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr
+    x, x_stride, out, scales, scales_stride, tiles_stride, K, TILE: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Token t, WIDTH columns per program. CODES: codes uint8 and scales fp32 [T, K / TILE], else the rounded values."""
     wait_for_inputs(EARLY)
-    token = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    values = to_fp32(tl.load(x + token.to(tl.int64) * x_stride + column, mask=column < K, other=0.0))
+    values = to_fp32(tl.load(x + token * x_stride + column, mask=column < K, other=0.0))
     codes, exponent = e4m3_tiles(values, TILE, WIDTH)
-    place = out + token.to(tl.int64) * K + column
     if CODES:
-        tl.store(place, tl.reshape(codes, (WIDTH,)), mask=column < K)
-        tile = tl.program_id(1) * (WIDTH // TILE) + tl.arange(0, WIDTH // TILE)
-        place = scales + token.to(tl.int64) * scales_stride + tile * tiles_stride
-        tl.store(place, power_of_two(exponent), mask=tile * TILE < K)
+        store_codes(
+            codes, exponent, out + token * K, scales + token * scales_stride, tiles_stride, tl.program_id(1), K, TILE, WIDTH
+        )
     else:
         values = e4m3_values(codes) * power_of_two(exponent)[:, None]
-        store_like(place, tl.reshape(values, (WIDTH,)), mask=column < K)
+        store_like(out + token * K + column, tl.reshape(values, (WIDTH,)), mask=column < K)
 
 
 WIDTH = 512  # columns of a program of one warp, as in `output_quant`: 16 values per lane
@@ -230,8 +243,8 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
     if len(x) == 0:
         return
     quantise_kernel[len(x), triton.cdiv(x.shape[1], WIDTH)](
-        x, x.stride(0), out, scales, *((0, 0) if scales is None else scales.stride()), x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None,
-        num_warps=1, **early(len(x) * triton.cdiv(x.shape[1], WIDTH), x),
+        x, x.stride(0), out, scales, *scale_strides(scales), x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None, num_warps=1,
+        **early(len(x) * triton.cdiv(x.shape[1], WIDTH), x),
     )  # fmt: skip
 
 
@@ -409,9 +422,8 @@ def _load_inputs(
         if PARTS > 1:
             column = column % (K // PARTS)
         for eight in tl.static_range(BT // 8):
-            t = tl.minimum(t0 + eight * 8 + tl.arange(0, 8), T - 1).to(tl.int64)[
-                :, None, None
-            ]  # past the last token it is done again
+            t = tl.minimum(t0 + eight * 8 + tl.arange(0, 8), T - 1)  # past the last token it is done again
+            t = t.to(tl.int64)[:, None, None]
             if TILE is not None:
                 for part in tl.static_range(32 // WORDS):
                     word = column // 4 + part * WORDS + tl.arange(0, WORDS)[None, None, :]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -140,13 +140,12 @@ def _outputs_by_expert(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The choices of these experts, by expert: indices [P] among all T k choices, their tokens [P], and outputs [P, D]."""
     chosen, order = experts.flatten().sort(stable=True)
-    counts = {expert: len(list(choices)) for expert, choices in groupby(chosen.tolist())}
+    counts = Counter(chosen.tolist())
     here = {expert - first: count for expert, count in counts.items() if first <= expert < first + w13.data.shape[0]}
     if not here:
         return order[:0], order[:0], x.new_empty(0, x.shape[1])
-    if len(here) < len(counts):
-        start = sum(count for expert, count in counts.items() if expert < first)
-        order = order[start : start + sum(here.values())]
+    start = sum(count for expert, count in counts.items() if expert < first)
+    order = order[start : start + sum(here.values())]
     tokens = torch.floor_divide(order, experts.shape[1])
     gate, up = _linear_by_expert(x.index_select(0, tokens), w13, here).chunk(2, dim=1)
     hidden = swiglu(gate, up, weights.reshape(-1, 1).index_select(0, order), limit, x.dtype)

@@ -45,7 +45,15 @@ from abyssal.ops._records import (
 )
 from abyssal.ops._streams import forked
 from abyssal.ops.linear import LinearWeight, dequantize
-from abyssal.ops.linear.triton import PreparedLinear, QuantisedInput, linear, prepare_linear, takes_codes
+from abyssal.ops.linear.triton import (
+    PreparedLinear,
+    QuantisedInput,
+    linear,
+    prepare_linear,
+    scale_strides,
+    store_codes,
+    takes_codes,
+)
 from abyssal.ops.moe import ExpertLayer
 
 CHUNK = tl.constexpr(128)  # values along K per step: one word of four scales per row
@@ -533,8 +541,10 @@ def _split_input(x, live, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _split_products(w, s, row, gap, half, x, live, K, TILES, CHUNKS, SPLIT, WAIT):
+def _split_products(w, s, first_row, gap, half, x, live, K, TILES, CHUNKS, SPLIT, WAIT):
     """As `_products` for FP4 and 8 tokens, by SPLIT warps: each adds up every SPLIT-th 128 columns, and then all are added up."""
+    row = first_row + tl.arange(0, 8)
+    s = s.to(tl.pointer_type(tl.uint8), bitcast=True)  # a word has the scales of 128 columns
     first = tl.arange(0, SPLIT)
     sums = ()
     for _ in tl.static_range(TILES):
@@ -692,9 +702,9 @@ def moe_swiglu(
         tl.store(out + token * I + column, to_bf16(hidden), mask=kept)
     else:
         codes, exponent = e4m3_tiles(round_like(hidden, True), TILE, WIDTH)
-        tl.store(out + token * I + column, tl.reshape(codes, (WIDTH,)), mask=kept)
-        tile = tl.program_id(1) * (WIDTH // TILE) + tl.arange(0, WIDTH // TILE)
-        tl.store(scales + token * scales_stride + tile * tiles_stride, power_of_two(exponent), mask=tile * TILE < I)
+        store_codes(
+            codes, exponent, out + token * I, scales + token * scales_stride, tiles_stride, tl.program_id(1), I, TILE, WIDTH
+        )
 
 
 @triton.jit(do_not_specialize=["choices", "blocks"])
@@ -807,9 +817,7 @@ def moe_up(
     to_hidden = hidden + places.to(tl.int64)[None, :] * I
     if WARPS == 1:
         if SPLIT > 1:
-            eight = first + tl.arange(0, 8)
-            scale_bytes = s.to(tl.pointer_type(tl.uint8), bitcast=True)
-            sums = _split_products(w, scale_bytes, eight, 8, I, x, kept[:, None], K, ROWS // 16, CHUNKS, SPLIT, False)
+            sums = _split_products(w, s, first, 8, I, x, kept[:, None], K, ROWS // 16, CHUNKS, SPLIT, False)
         else:
             row = tl.arange(0, 16)
             row = first + row % 8 + row // 8 * I
@@ -871,9 +879,7 @@ def moe_down(
     to_output = outputs + choice.to(tl.int64)[None, :] * N + first
     if WARPS == 1:
         if SPLIT > 1:
-            eight = first + tl.arange(0, 8)
-            scale_bytes = s.to(tl.pointer_type(tl.uint8), bitcast=True)
-            sums = _split_products(w, scale_bytes, eight, 16, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, SPLIT, EARLY)
+            sums = _split_products(w, s, first, 16, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, SPLIT, EARLY)
         else:
             row = first + tl.arange(0, 16)
             sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, EARLY)
@@ -1062,8 +1068,8 @@ def shared_expert(x: Tensor, experts: KernelExperts, batch_invariant: bool = Fal
         out, scales, width = hidden.codes.view(torch.uint8), hidden.scales, max(tile, width)
     programs = tokens, triton.cdiv(inner, width)
     moe_swiglu[programs](
-        gate, up, gate.stride(0), up.stride(0), out, scales, *((0, 0) if scales is None else scales.stride()), experts.limit, I=inner, WIDTH=width, TILE=tile, num_warps=4,
-        **early(math.prod(programs), x),
+        gate, up, gate.stride(0), up.stride(0), out, scales, *scale_strides(scales), experts.limit, I=inner, WIDTH=width, TILE=tile,
+        num_warps=4, **early(math.prod(programs), x),
     )  # fmt: skip
     return linear(hidden, experts.shared_out, batch_invariant=batch_invariant)[0]
 
@@ -1141,9 +1147,7 @@ def shared_part(x: Tensor, experts: KernelExperts, *, batch_invariant: bool = Fa
 
 def _fitting(config: ProductConfig, columns: int, format: str) -> ProductConfig:
     """The config with no more chunks than divide the columns, and a split where there is one."""
-    if config.warps > 1:
-        return config
-    if format == "fp4" and config.split > 1:
+    if config.warps > 1 or (format == "fp4" and config.split > 1):
         return config
     return ProductConfig(config.block_tokens, config.block_rows, math.gcd(config.chunks, columns // 128), 1)
 
@@ -1179,8 +1183,8 @@ def _product_cases(
     config = _fitting(config, math.gcd(dim, inner), format)
     constants = {
         "E": experts,
-        "TOKENS": config.block_tokens, "ROWS": config.block_rows, "CHUNKS": config.chunks, "WARPS": config.warps, "SPLIT": config.split, "FORMAT": format,
-        "EARLY": True,
+        "TOKENS": config.block_tokens, "ROWS": config.block_rows, "CHUNKS": config.chunks, "WARPS": config.warps, "SPLIT": config.split,
+        "FORMAT": format, "EARLY": True,
     } | ({"s": None} if format == "plain" else {})  # fmt: skip
     quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
     up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1}

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import e4m3_tiles, early, power_of_two, round_like, store_like, to_fp32, wait_for_inputs
-from abyssal.ops.linear.triton import QuantisedInput
+from abyssal.ops._records import e4m3_tiles, early, round_like, store_like, to_fp32, wait_for_inputs
+from abyssal.ops.linear.triton import QuantisedInput, scale_strides, store_codes
 
 
 @triton.jit
@@ -23,9 +23,7 @@ def _norm_row(x, stride, weight, out, scales, scales_stride, tiles_stride, row, 
         store_like(out + row * D + column, values, mask=inside)
     else:
         codes, exponent = e4m3_tiles(round_like(values, True), TILE, WIDTH)
-        tl.store(out + row * D + column, tl.reshape(codes, (WIDTH,)), mask=inside)
-        tile = tl.arange(0, WIDTH // TILE)
-        tl.store(scales + row * scales_stride + tile * tiles_stride, power_of_two(exponent), mask=tile * TILE < D)
+        store_codes(codes, exponent, out + row * D, scales + row * scales_stride, tiles_stride, 0, D, TILE, WIDTH)
 
 
 @triton.jit(do_not_specialize=["scales_stride", "tiles_stride"])
@@ -58,8 +56,9 @@ def rms_norm(*pairs: tuple[Tensor, Tensor], eps: float, tile: int | None = None)
     y_out = None if y is None else torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if rows:
         second = 1 if y is None else y.shape[1]
+        scales = None if quantised is None else quantised.scales
         rms_norm_kernel[len(pairs), rows](
-            x, x.stride(0), x_weight, x_out, *((None, 0, 0) if quantised is None else (quantised.scales, *quantised.scales.stride())), columns,
+            x, x.stride(0), x_weight, x_out, scales, *scale_strides(scales), columns,
             y, 0 if y is None else y.stride(0), y_weight, y_out, second, eps,
             WX=triton.next_power_of_2(columns), WY=triton.next_power_of_2(second), TILE=tile,
             num_warps=4, **early(len(pairs) * rows, x),

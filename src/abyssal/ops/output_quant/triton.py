@@ -23,7 +23,7 @@ from abyssal.ops._records import (
     to_fp32,
     wait_for_inputs,
 )
-from abyssal.ops.linear.triton import QuantisedInput
+from abyssal.ops.linear.triton import QuantisedInput, scale_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ def _launch(
     config = config or output_quant_config(tokens)
     programs = triton.cdiv(tokens, config.tokens_per_program) * heads
     output_quant_kernel[(programs,)](
-        out, out.stride(0), out.stride(1), torch.view_as_real(rope), result, scales, *((0, 0) if scales is None else scales.stride()),
-        tokens, HEADS=heads, TOKENS=config.tokens_per_program, D=dim, ROPE=2 * rope.shape[1], quant=grid, CODES=scales is not None,
+        out, out.stride(0), out.stride(1), torch.view_as_real(rope), result, scales, *scale_strides(scales), tokens,
+        HEADS=heads, TOKENS=config.tokens_per_program, D=dim, ROPE=2 * rope.shape[1], quant=grid, CODES=scales is not None,
         num_warps=config.num_warps, **early(programs, out),
     )  # fmt: skip
 
