@@ -152,9 +152,6 @@ def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor
     return keys.records.pages, keys.records.pages.stride(0), keys.slots, keys.slots.stride(0), keys.slots.shape[1], keys.lengths
 
 
-# Lanes of a part of a block's codes [64 keys, threads of a row, words]. Eight in turn hold four threads of two neighbouring rows, so
-# that their 16-byte stores fall into different banks of swizzled rows.
-LANES = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [0, 4, 0], [2, 0, 0]]
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
@@ -224,12 +221,20 @@ def score_layout(block):
 
 
 @gluon.constexpr_function
-def code_layout(words, num_warps, block):
-    """Threads of a part of a block's codes: a row's 8 threads move 128 bytes (4 words each) or 64 (2 words)."""
-    rows = [[4 << i, 0, 0] for i in range(block.bit_length() - 3)]
-    of_warps = num_warps.bit_length() - 1
-    of_thread = [[0, 0, 1], [0, 0, 2]][: words // 2] + rows[of_warps:]
-    return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [block, 8, words])
+def code_layout(words, num_warps, block, turned=False):
+    """Threads of codes [keys, threads of a row, words]: all of the role's threads, or eight of a row, as then 16 codes each are 128.
+
+    Eight in turn hold four of two neighbouring rows, so that their stores of 16 of every 32 bytes fall into different banks of swizzled
+    rows; `turned`, eight threads with 16 bytes each do so, as no two neighbours hold neighbouring bytes.
+    """
+    count = min(8, 32 * num_warps // block)
+    threads = [[0, 2, 0], [0, 4, 0], [0, 1, 0]] if turned else [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    rows = [[1 << i, 0, 0] for i in range(block.bit_length() - 1)]
+    of_lanes = 6 - count.bit_length()  # rows, by bits
+    of_warps = of_lanes + num_warps.bit_length() - 1
+    lanes = [*threads[:2], rows[0], *(threads[2:] if count == 8 else []), *rows[1:of_lanes]]
+    of_thread = [[0, 0, 1 << i] for i in range(words.bit_length() - 1)]
+    return gl.DistributedLinearLayout(of_thread + rows[of_warps:], lanes, rows[of_lanes:of_warps], [], [block, count, words])
 
 
 @gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
@@ -630,11 +635,9 @@ def bring_tile(
             mbarrier.arrive(of_left.full.index(half))
             mbarrier.arrive(of_right.full.index(half))
     else:
-        nothing = gl.zeros([BLOCK, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))
         never = gl.program_id(1)
-        left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
-        came = gl.max(left_codes[0], axis=2) | gl.max(left_codes[1], axis=2) | left_scales[0] | left_scales[1]
-        right_codes, right_scales = load_half(1, where, (came & never) * 16, WINDOW, ENTRIES)
+        left_codes, left_scales = load_half(0, where, slots * 0, WINDOW, ENTRIES)
+        right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
         for block in range(blocks):
             half = (n + block) % 2
             phase = (n + block) // 2 % 2 ^ 1
@@ -701,78 +704,81 @@ def copy_half(SIDE: gl.constexpr, where, keys):
 
 @gluon.jit
 def load_half(SIDE: gl.constexpr, where, after, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
-    """Codes of both quarters of one half, and their scales; of two layouts of the one that a block has."""
+    """Codes of one half, and their scales; of two layouts of the one that a block has."""
     if WINDOW.name == ENTRIES.name:
-        return load_codes(SIDE, where, after, WINDOW), load_scales(SIDE, where, after, WINDOW)
+        return load_codes(SIDE, where, after, WINDOW), load_scales(SIDE, where, after, WINDOW, scales_of_half(WINDOW) // 4)
     else:
         if where[2]:
             codes = load_codes(SIDE, where, after, WINDOW)
-            first, second = load_scales(SIDE, where, after, WINDOW)
+            scales = load_scales(SIDE, where, after, WINDOW, 4)
         else:
             codes = load_codes(SIDE, where, after, ENTRIES)
-            first, second = load_scales(SIDE, where, after, ENTRIES)
-        return codes, (first, second)
+            scales = load_scales(SIDE, where, after, ENTRIES, 4)
+        return codes, scales
 
 
 @gluon.jit
 def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
-    """Codes of two quarters, int32 [64, 8, 4] each.
+    """Codes of one half in parts of 16 for each thread of a row, int32 [keys, threads, 4] each.
 
-    v4: 128 codes of each key, in the last quarter 64 codes [64, 8, 2], and 64 bf16. v41: 128 codes. v41_fp4: all 256 are in the first,
-    of each quarter in two words; the second holds nothing.
+    v4: the last 64 values are bf16 [keys, threads, words], and what codes there are before them within a part, [keys, threads, 2]. v41_fp4: two
+    parts each are in one; what is left holds nothing.
     """
     KEYS: gl.constexpr = where[0].shape[0]
     WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
     NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
+    T: gl.constexpr = WIDE.shape[1]
+    PARTS: gl.constexpr = HALF // (16 * T)
     words = where[0].to(gl.pointer_type(gl.int32)) + SIDE * (32 if LAYOUT.name == "v41_fp4" else 64)
+    parts = ()
     if LAYOUT.name == "v41_fp4":
-        # In the order of their registers, so that they are where the codes of another layout would be without being moved.
-        pair = gl.join(load_words(words, after, NARROW), load_words(words + 16, after, NARROW)).permute((0, 1, 3, 2))
-        return gl.convert_layout(gl.reshape(pair, [KEYS, 8, 4]), WIDE), gl.zeros([KEYS, 8, 4], gl.int32, WIDE)
+        for i in gl.static_range(PARTS // 2):
+            # In the order of their registers, so that they are where the codes of another layout would be without being moved.
+            pair = gl.join(load_words(words + i * 4 * T, after, NARROW), load_words(words + (i * 4 + 2) * T, after, NARROW))
+            parts = parts + (gl.convert_layout(gl.reshape(pair.permute((0, 1, 3, 2)), [KEYS, T, 4]), WIDE),)
+        for _ in gl.static_range(PARTS // 2):
+            parts = parts + (gl.zeros([KEYS, T, 4], gl.int32, WIDE),)
+        return parts
     elif LAYOUT.name == "v4" and SIDE == 1:
-        last = load_words(words + 32, after, NARROW, True), load_words(words + 48, after, WIDE, True)
-        return load_words(words, after, WIDE), last
+        for i in gl.static_range(12 // T):
+            parts = parts + (load_words(words + i * 4 * T, after, WIDE),)
+        if T == 8:
+            parts = parts + (load_words(words + 32, after, code_layout(2, gl.num_warps(), KEYS, True)),)
+        return parts + (load_words(words + 48, after, code_layout(32 // T, gl.num_warps(), KEYS, T == 8)),)
     else:
-        return load_words(words, after, WIDE), load_words(words + 32, after, WIDE)
+        for i in gl.static_range(PARTS):
+            parts = parts + (load_words(words + i * 4 * T, after, WIDE),)
+        return parts
 
 
 @gluon.jit
-def load_words(data, after, LAYOUT: gl.constexpr, TURNED: gl.constexpr = False):
-    """Bytes of each key from `data` on: int32 [64, 8, words], 8 threads of a row.
-
-    TURNED: in the order 0, 2, 4, 6, 1, 3, 5, 7 (see `turn_back`).
-    """
-    WORDS: gl.constexpr = LAYOUT.shape[2]
+def load_words(data, after, LAYOUT: gl.constexpr):
+    """Bytes of each key from `data` on: int32 [keys, threads of a row, words]."""
     data = gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
-    v = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
-    w = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
-    if TURNED:
-        v = v * 2 % 8 + v // 4
-    after = gl.expand_dims(gl.convert_layout(after, gl.SliceLayout(2, LAYOUT), assert_trivial=True), 2)
-    return gl.load(gl.expand_dims(gl.expand_dims(data, 1), 2) + (v * WORDS + after + w))
+    after = gl.convert_layout(after, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
+    v = gl.expand_dims(gl.expand_dims(gl.arange(0, LAYOUT.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
+    w = gl.expand_dims(gl.expand_dims(gl.arange(0, LAYOUT.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
+    return gl.load(gl.expand_dims(gl.expand_dims(data + after, 1), 2) + (v * LAYOUT.shape[2] + w))
+
+
+@gluon.constexpr_function
+def scales_of_half(layout):
+    """Bytes of scales of one half of a record."""
+    return {"v4": 4, "v41": 8, "v41_fp4": 16}[layout.name]
 
 
 @gluon.jit
-def load_scales(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
-    """Scales of both quarters of one half: two words for each thread, int32 [64, 8]."""
-    scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32))
-    if LAYOUT.name == "v4":  # of a half's four scales
-        word = load_scale_word(scales + SIDE, after, 8)
-        return word, word
-    elif LAYOUT.name == "v41":  # of a quarter's four
-        return load_scale_word(scales + SIDE * 2, after, 8), load_scale_word(scales + (SIDE * 2 + 1), after, 8)
-    else:  # of a quarter's eight
-        gl.static_assert(LAYOUT.name == "v41_fp4")
-        return load_scale_word(scales + SIDE * 4, after, 4), load_scale_word(scales + (SIDE * 4 + 2), after, 4)
-
-
-@gluon.jit
-def load_scale_word(scales, after, THREADS: gl.constexpr):
-    """A word for THREADS threads of a row."""
-    KEYS: gl.constexpr = scales.shape[0]
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
-    v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, WIDE))), 0)
-    return gl.load(gl.expand_dims(scales, 1) + (v // THREADS + after))
+def load_scales(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
+    """Scales of one half in words int32 [keys], the last one again to make COUNT."""
+    WORDS: gl.constexpr = scales_of_half(LAYOUT) // 4
+    scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32)) + (after + SIDE * WORDS)
+    words = ()
+    for i in gl.static_range(COUNT):
+        if i < WORDS:
+            words = words + (gl.load(scales + i),)
+        else:
+            words = words + (words[WORDS - 1],)
+    return words
 
 
 @gluon.jit
@@ -792,43 +798,47 @@ def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr)
     KEYS: gl.constexpr = keys.shape[0]
     WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
     NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
-    if LAYOUT.name == "v4":
-        store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 4, WIDE)), keys, 0)
-        if SIDE == 0:
-            values = convert_e4m3(codes[1], pick_scale(scales[0], 2, 4, WIDE))
+    T: gl.constexpr = WIDE.shape[1]
+    PARTS: gl.constexpr = HALF // (16 * T)
+    OF_SCALE: gl.constexpr = 16 // scales_of_half(LAYOUT)  # threads
+    CODED: gl.constexpr = 12 // T if LAYOUT.name == "v4" and SIDE == 1 else PARTS
+    values = ()
+    for i in gl.static_range(CODED):
+        if LAYOUT.name == "v41_fp4":
+            pair = gl.split(gl.reshape(codes[i // 2], [KEYS, T, 2, 2]).permute((0, 1, 3, 2)))
+            part = convert_e2m1(gl.convert_layout(pair[i % 2], NARROW), pick_scale(scales, i * T, OF_SCALE, NARROW))
         else:
-            values = convert_e4m3(codes[1][0], pick_scale(scales[0], 2, 8, NARROW))
-            values = gl.join(turn_back(values), turn_back(codes[1][1])).permute((0, 2, 1))
-        store_words(values, keys, 1)
-    elif LAYOUT.name == "v41":
-        store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 2, WIDE)), keys, 0)
-        store_words(convert_e4m3(codes[1], pick_scale(scales[1], 0, 2, WIDE)), keys, 1)
-    else:
-        first, second = gl.split(gl.reshape(codes[0], [KEYS, 8, 2, 2]).permute((0, 1, 3, 2)))
-        store_words(convert_e2m1(gl.convert_layout(first, NARROW), pick_scale(scales[0], 0, 1, NARROW)), keys, 0)
-        store_words(convert_e2m1(gl.convert_layout(second, NARROW), pick_scale(scales[1], 0, 1, NARROW)), keys, 1)
+            part = convert_e4m3(codes[i], pick_scale(scales, i * T, OF_SCALE, WIDE))
+        values = values + (gl.reshape(part, [KEYS, 8 * T]),)
+    if CODED < PARTS:
+        last = gl.reshape(codes[len(codes) - 1], [KEYS, 32])
+        if T == 8:
+            part = convert_e4m3(codes[1], pick_scale(scales, 16, 8, code_layout(2, gl.num_warps(), KEYS, True)))
+            last = beside(gl.reshape(part, [KEYS, 32]), last)
+        values = values + (last,)
+    words = beside(values[0], values[1])
+    if PARTS == 4:
+        words = beside(words, beside(values[2], values[3]))
+    # At once: between stores to one place the compiler would put barriers.
+    keys._reinterpret(gl.int32, [KEYS, 128], SHARED_WORDS).store(words)
 
 
 @gluon.jit
-def turn_back(values):
-    """int32 [64, 8, ...], 16 bytes of each thread in a turned order, to [64, 32]: four neighbours write to every other bank."""
-    KEYS: gl.constexpr = values.shape[0]
-    return gl.reshape(gl.reshape(values, [KEYS, 2, 4, 4]).permute((0, 2, 1, 3)), [KEYS, 32])
+def beside(left, right):
+    return gl.reshape(gl.join(left, right).permute((0, 2, 1)), [left.shape[0], 2 * left.shape[1]])
 
 
 @gluon.jit
-def pick_scale(scales, FIRST: gl.constexpr, THREADS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The scale byte of each thread's codes [64, 8], from byte FIRST of its word on; THREADS share one."""
-    scales = gl.convert_layout(scales, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
-    v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
-    return (scales >> (FIRST + v // THREADS) % 4 * 8) & 0xFF
-
-
-@gluon.jit
-def store_words(values, keys, SIDE: gl.constexpr):
-    KEYS: gl.constexpr = keys.shape[0]
-    words = keys._reinterpret(gl.int32, [KEYS, 128], SHARED_WORDS)
-    words.slice(SIDE * 64, 64, dim=1).store(gl.reshape(values, [KEYS, 64]))
+def pick_scale(scales, FIRST: gl.constexpr, OF_SCALE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The scale byte of each thread's codes [keys, threads], by words of four, from thread FIRST of a whole half's on."""
+    T: gl.constexpr = LAYOUT.shape[1]
+    WORD: gl.constexpr = FIRST // (4 * OF_SCALE)
+    v = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
+    word = gl.expand_dims(gl.convert_layout(scales[WORD], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True), 1)
+    if 4 * OF_SCALE < T:
+        other = gl.convert_layout(scales[WORD + 1], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
+        word = gl.where(v < 4 * OF_SCALE, word, gl.expand_dims(other, 1))
+    return (word >> (FIRST // OF_SCALE + v // OF_SCALE) % 4 * 8) & 0xFF
 
 
 @gluon.jit
