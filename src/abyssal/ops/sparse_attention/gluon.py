@@ -637,22 +637,25 @@ def bring_tile(
     else:
         never = gl.program_id(1)
         left_codes, left_scales = load_half(0, where, slots * 0, WINDOW, ENTRIES)
-        right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
+        came = gl.max(left_codes[0], axis=2)
+        for i in gl.static_range(1, len(left_codes)):
+            came |= gl.max(left_codes[i], axis=2)
+        came = gl.max(came, axis=1) | left_scales[len(left_scales) - 1] | slots
+        right_codes, right_scales = load_half(1, where, (came & never) * 16, WINDOW, ENTRIES)
         for block in range(blocks):
             half = (n + block) % 2
             phase = (n + block) // 2 % 2 ^ 1
             in_window = block < window_blocks
             mbarrier.wait(of_left.empty.index(half), phase)
-            next_slots = block_slots(block + 2, lists, BLOCK)
             convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_left.full.index(half))
             where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             left_codes, left_scales = load_half(0, where, (right_scales[0] & never) * 16, WINDOW, ENTRIES)
+            slots = block_slots(block + 2, lists, BLOCK)
             mbarrier.wait(of_right.empty.index(half), phase)
             convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_right.full.index(half))
             right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
-            slots = next_slots
 
 
 @gluon.jit
