@@ -294,6 +294,8 @@ def attend_kernel(
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
     bias = gl.allocate_shared_memory(gl.float32, [4, BLOCK], SHARED_ROW)
     factors = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
+    never = gl.allocate_shared_memory(gl.int32, [BLOCK], SHARED_ROW)
+    never.store(gl.zeros([BLOCK], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
     of_q = Barriers(allocate_barriers(1), allocate_barriers(1))
     of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
     of_right = Barriers(allocate_barriers(2), allocate_barriers(2))
@@ -323,7 +325,7 @@ def attend_kernel(
             ),
             (
                 bring_blocks,
-                (work, queries, window, entries, zeros, q_smem, left, right, bias, of_q, of_left, of_right, WINDOW, ENTRIES,
+                (work, queries, window, entries, zeros, q_smem, left, right, bias, never, of_q, of_left, of_right, WINDOW, ENTRIES,
                  WINDOW_PER_PAGE, ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
             ),
         ],
@@ -563,7 +565,7 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
 
 @gluon.jit
 def bring_blocks(
-    work, queries, window, entries, zeros, q_smem, left, right, bias, of_q, of_left, of_right,
+    work, queries, window, entries, zeros, q_smem, left, right, bias, never, of_q, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
@@ -589,7 +591,7 @@ def bring_blocks(
             first_slots = block_slots(0, lists, BLOCK)
             slots = block_slots(1, lists, BLOCK)
         pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
-        bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
+        bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
                    ENTRIES_PER_PAGE)  # fmt: skip
         n += blocks
 
@@ -607,7 +609,7 @@ def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.con
 
 @gluon.jit
 def bring_tile(
-    n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right,
+    n, blocks, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Bring a tile's records, n blocks after those of the program's first.
@@ -635,13 +637,12 @@ def bring_tile(
             mbarrier.arrive(of_left.full.index(half))
             mbarrier.arrive(of_right.full.index(half))
     else:
-        never = gl.program_id(1)
         left_codes, left_scales = load_half(0, where, slots * 0, WINDOW, ENTRIES)
         came = gl.max(left_codes[0], axis=2)
         for i in gl.static_range(1, len(left_codes)):
             came |= gl.max(left_codes[i], axis=2)
         came = gl.max(came, axis=1) | left_scales[len(left_scales) - 1] | slots
-        right_codes, right_scales = load_half(1, where, (came & never) * 16, WINDOW, ENTRIES)
+        right_codes, right_scales = load_half(1, where, nothing(came, never), WINDOW, ENTRIES)
         for block in range(blocks):
             half = (n + block) % 2
             phase = (n + block) // 2 % 2 ^ 1
@@ -650,12 +651,18 @@ def bring_tile(
             convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_left.full.index(half))
             where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            left_codes, left_scales = load_half(0, where, (right_scales[0] & never) * 16, WINDOW, ENTRIES)
+            left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), WINDOW, ENTRIES)
             slots = block_slots(block + 2, lists, BLOCK)
             mbarrier.wait(of_right.empty.index(half), phase)
             convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
             mbarrier.arrive(of_right.full.index(half))
-            right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
+            right_codes, right_scales = load_half(1, where, nothing(left_scales[0], never), WINDOW, ENTRIES)
+
+
+@gluon.jit
+def nothing(came, never):
+    """Zeros that are known when `came` is, and not before what was done before is done."""
+    return (came & never.load(came.type.layout)) * 16
 
 
 @gluon.jit
