@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -325,8 +326,8 @@ def attend_kernel(
             ),
             (
                 bring_blocks,
-                (work, queries, window, entries, zeros, q_smem, left, right, bias, never, of_q, of_left, of_right, WINDOW, ENTRIES,
-                 WINDOW_PER_PAGE, ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
+                (work, window, entries, zeros, left, right, bias, never, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
+                 ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
             ),
         ],
         [4, BRING_WARPS],
@@ -496,7 +497,7 @@ def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full)
 def add_right(
     work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr
 ):  # fmt: skip
-    """Add weights times records to the right half of the output; bring the first tile's queries, as there is nothing to add yet."""
+    """Add weights times records to the right half of the output; bring queries, those of the next tile during a tile's last product."""
     n = 0  # blocks of earlier tiles
     parity = 0
     copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
@@ -504,20 +505,24 @@ def add_right(
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         BLOCK: gl.constexpr = right.shape[1]
         blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
-        acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        for block in range(
-            blocks
-        ):  # not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant
+        acc = warpgroup_mma_init(gl.zeros([64, HALF], gl.float32, OUTPUT))
+        # Not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant.
+        for block in range(blocks):
             half = (n + block) % 2
             phase = (n + block) // 2 % 2
+            sums = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(of_right.empty.index(1 - half), pred=block > 0)
             mbarrier.wait(of_right.full.index(half), phase)
             mbarrier.wait(p_full.index(half), phase)
             fence_async_shared()
-            acc = acc * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
-            acc = warpgroup_mma(p_smem.index(half), right.index(half), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(of_right.empty.index(half))
+            sums = sums * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
+            acc = warpgroup_mma(p_smem.index(half), right.index(half), sums, is_async=True)
         n += blocks
+        mbarrier.wait(of_q.empty.index(0), parity)
+        if tile + gl.num_programs(0) < work.tiles:
+            copy_queries(tile + gl.num_programs(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(of_right.empty.index((n - 1) % 2), pred=blocks > 0)
 
         if PARTIAL:
             factors.index(3).store(largest_of_rows(acc))
@@ -550,29 +555,30 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
     """Begin to copy a tile's queries to shared memory."""
     token, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
-    # Volatile: what depends on it is computed here, and not kept in registers through the loop over tiles.
-    rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
-    q_rows = queries.rows + token.to(gl.int64) * queries.stride_t + (first_head + rows).to(gl.int64) * queries.stride_h
-    for side in gl.static_range(2):
-        columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
-        pointers = gl.expand_dims(q_rows, 1) + gl.expand_dims(columns, 0)
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
+    q_row = queries.rows + token.to(gl.int64) * queries.stride_t
+    for first in gl.static_range(0, 64, 16):
+        # Volatile: what depends on it is computed here, and neither kept in registers through the loop over tiles nor all at once.
+        rows = gl.arange(first, first + 16, layout=gl.SliceLayout(1, COPY))
+        rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
+        pointers = gl.expand_dims(q_row + (first_head + rows).to(gl.int64) * queries.stride_h, 1) + gl.expand_dims(columns, 0)
         mask = gl.expand_dims(rows < work.heads - first_head, 1)
-        async_copy.async_copy_global_to_shared(q_smem.slice(side * HALF, HALF, dim=1), pointers, mask=mask)
+        for side in gl.static_range(2):
+            to = q_smem.slice(first, 16).slice(side * HALF, HALF, dim=1)
+            async_copy.async_copy_global_to_shared(to, pointers + side * HALF, mask=mask)
     async_copy.mbarrier_arrive(q_full.index(0))
     mbarrier.arrive(q_full.index(0))
 
 
 @gluon.jit
 def bring_blocks(
-    work, queries, window, entries, zeros, q_smem, left, right, bias, never, of_q, of_left, of_right,
+    work, window, entries, zeros, left, right, bias, never, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring queries, and the records of both lists as bf16, block by block, to shared memory."""
+    """Bring the records of both lists as bf16, block by block, to shared memory."""
     BLOCK: gl.constexpr = left.shape[1]
     n = 0  # blocks of earlier tiles
-    parity = 0
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
         rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
@@ -582,10 +588,6 @@ def bring_blocks(
         lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
         first_slots = block_slots(0, lists, BLOCK)
         slots = block_slots(1, lists, BLOCK)
-        if tile >= gl.num_programs(0):
-            mbarrier.wait(of_q.empty.index(0), parity)
-            parity ^= 1
-            copy_queries(tile, queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
         if (window_length < window.width) | (entry_length < entries.width):
             lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, PARTIAL)
             first_slots = block_slots(0, lists, BLOCK)
