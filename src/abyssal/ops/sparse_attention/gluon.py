@@ -389,26 +389,27 @@ def weigh_and_add(
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
-        total = gl.zeros([64], gl.float32, ROWS)
+        total = sums_of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)))
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
         mbarrier.wait(of_q.full.index(0), parity)
         if blocks > 0:
             mbarrier.wait(of_left.full.index(n % 2), n // 2 % 2)
-            scores = multiply_left(q_smem, left.index(n % 2))
+            scores = multiply_left(q_smem, left.index(n % 2), masked(bias, n))
             mbarrier.wait(of_right.full.index(n % 2), n // 2 % 2)
             scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n % 2), scores)])
-            _, top, total = soften(scores, n, top, total, scale_log2, p_smem, bias, factors, p_full)
+            _, top, total = soften(scores, n, top, total, scale_log2, p_smem, factors, p_full)
             for block in range(blocks - 1):
                 half = (n + block) % 2
                 phase = (n + block + 1) // 2 % 2
                 acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
+                scores = masked(bias, n + block + 1)
                 mbarrier.wait(of_left.full.index(1 - half), phase)
-                scores = multiply_left(q_smem, left.index(1 - half))
+                scores = multiply_left(q_smem, left.index(1 - half), scores)
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 mbarrier.arrive(of_left.empty.index(half))
                 mbarrier.wait(of_right.full.index(1 - half), phase)
                 scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
-                keep, top, total = soften(scores, n + block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
+                keep, top, total = soften(scores, n + block + 1, top, total, scale_log2, p_smem, factors, p_full)
                 acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
             n += blocks
             half = (n - 1) % 2
@@ -419,6 +420,7 @@ def weigh_and_add(
         else:
             mbarrier.arrive(of_q.empty.index(0))
 
+        total = gl.convert_layout(gl.sum(total, axis=1), ROWS, assert_trivial=True)
         b_lse = top + gl.log2(total)  # -inf without keys
         factor = 1.0 / gl.where(total > 0, total, 1.0)
         rows = gl.arange(0, 64, layout=ROWS)
@@ -459,15 +461,21 @@ def part_of(token, split, work, PARTIAL: gl.constexpr):
 
 
 @gluon.jit
-def multiply_left(q_smem, left):
+def masked(bias, block):
+    """What scores of a block begin with: 0, and -inf where there is no key. It is there before the block's records are."""
+    BLOCK: gl.constexpr = bias.shape[1]
+    row = gl.expand_dims(bias.index(block % 4).load(gl.SliceLayout(0, score_layout(BLOCK))), 0)
+    return gl.broadcast(row, gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)))[0]
+
+
+@gluon.jit
+def multiply_left(q_smem, left, scores):
     """Begin the scores of a block, before scaling, with the left halves of queries and records.
 
     Who brings records has loads of the next block on their way and must not wait for them, as a fence would; so the readers fence.
     """
     fence_async_shared()
-    BLOCK: gl.constexpr = left.shape[0]
-    scores = gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK))
-    return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, use_acc=False, is_async=True)
+    return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, is_async=True)
 
 
 @gluon.jit
@@ -477,20 +485,25 @@ def multiply_right(q_smem, right, scores):
 
 
 @gluon.jit
-def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full):
-    """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sum."""
+def soften(scores, block, top, total, scale_log2, p_smem, factors, p_full):
+    """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sums."""
     half = block % 2
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    scores = scores * scale_log2 + gl.expand_dims(bias.index(block % 4).load(COLUMNS), 0)
-    new_top = gl.maximum(top, gl.max(scores, axis=1))
+    new_top = gl.maximum(top, gl.max(scores, axis=1) * scale_log2)
     base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
-    weights = gl.exp2(scores - gl.expand_dims(base, 1))
+    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
     keep = gl.exp2(top - base)
     p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
     factors.index(half).store(keep)
     fence_async_shared()
     mbarrier.arrive(p_full.index(half))
-    return keep, new_top, total * keep + gl.sum(weights, axis=1)
+    total = total * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, total.type.layout), assert_trivial=True), 1)
+    return keep, new_top, total + sums_of_threads(weights)
+
+
+@gluon.jit
+def sums_of_threads(weights):
+    """Each thread's sum of its weights of a row [64, 4]; sums over threads wait for the end of a tile."""
+    return gl.sum(gl.sum(gl.reshape(weights, [64, weights.shape[1] // 8, 4, 2]), axis=3), axis=1)
 
 
 @gluon.jit
