@@ -369,7 +369,8 @@ def split_range(split, blocks, work, PARTIAL: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of_split(token, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
+def blocks_of_tile(tile, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
     window_blocks = (gl.load(work.window_lengths + token) + BLOCK - 1) // BLOCK
     entry_blocks = (gl.load(work.entry_lengths + token) + BLOCK - 1) // BLOCK
     return split_range(split, window_blocks + entry_blocks, work, PARTIAL)[1]
@@ -385,9 +386,11 @@ def weigh_and_add(
     ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
     n = 0  # blocks of earlier tiles
     parity = 0
+    blocks = blocks_of_tile(gl.program_id(0), work, BLOCK, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
-        blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
+        rows = gl.arange(0, 64, layout=ROWS)
+        in_range = rows < work.heads - first_head
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = sums_of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)))
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
@@ -414,21 +417,20 @@ def weigh_and_add(
             n += blocks
             half = (n - 1) % 2
             mbarrier.arrive(of_q.empty.index(0))
-            acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            last = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
+            b_sink, next_blocks = at_end(tile, sink + first_head + rows, in_range, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+            acc = warpgroup_mma_wait(0, deps=[last])
             mbarrier.arrive(of_left.empty.index(half))
         else:
             mbarrier.arrive(of_q.empty.index(0))
+            b_sink, next_blocks = at_end(tile, sink + first_head + rows, in_range, work, BLOCK, HEAD_BLOCKS, PARTIAL)
 
         total = gl.convert_layout(gl.sum(total, axis=1), ROWS, assert_trivial=True)
         b_lse = top + gl.log2(total)  # -inf without keys
         factor = 1.0 / gl.where(total > 0, total, 1.0)
-        rows = gl.arange(0, 64, layout=ROWS)
-        in_range = rows < work.heads - first_head
         part = part_of(token, split, work, PARTIAL)
         of_rows = part * work.heads + first_head + rows
         if not PARTIAL:
-            b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
             share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
             factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
         mbarrier.wait(of_end.empty.index(0), parity)
@@ -443,6 +445,16 @@ def weigh_and_add(
         if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
             of_acc = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
             store_half(0, acc, of_acc, to, token, part, first_head, work.heads, PARTIAL)
+        blocks = next_blocks
+
+
+@gluon.jit
+def at_end(tile, sinks, in_range, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    """What is loaded during a tile's last product: sinks of its heads, where it has all keys, and how many blocks the next tile has."""
+    b_sink = in_range.to(gl.float32)
+    if not PARTIAL:
+        b_sink = gl.load(sinks, mask=in_range, other=0.0)
+    return b_sink, blocks_of_tile(gl.minimum(tile + gl.num_programs(0), work.tiles - 1), work, BLOCK, HEAD_BLOCKS, PARTIAL)
 
 
 @gluon.jit
@@ -517,7 +529,7 @@ def add_right(
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         BLOCK: gl.constexpr = right.shape[1]
-        blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
+        blocks = blocks_of_tile(tile, work, BLOCK, HEAD_BLOCKS, PARTIAL)
         acc = warpgroup_mma_init(gl.zeros([64, HALF], gl.float32, OUTPUT))
         # Not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant.
         for block in range(blocks):
