@@ -228,7 +228,7 @@ def code_layout(words, num_warps, block, turned=False):
     Eight in turn hold four of two neighbouring rows, so that their stores of 16 of every 32 bytes fall into different banks of swizzled
     rows; `turned`, eight threads with 16 bytes each do so, as no two neighbours hold neighbouring bytes.
     """
-    count = min(8, 32 * num_warps // block)
+    count = max(4, min(8, 32 * num_warps // block))
     threads = [[0, 2, 0], [0, 4, 0], [0, 1, 0]] if turned else [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
     rows = [[1 << i, 0, 0] for i in range(block.bit_length() - 1)]
     of_lanes = 6 - count.bit_length()  # rows, by bits
@@ -668,7 +668,9 @@ def bring_tile(
         came = gl.max(left_codes[0], axis=2)
         for i in gl.static_range(1, len(left_codes)):
             came |= gl.max(left_codes[i], axis=2)
-        came = gl.max(came, axis=1) | left_scales[len(left_scales) - 1] | slots
+        came = gl.max(came, axis=1) | slots
+        for i in gl.static_range(len(left_scales)):
+            came |= left_scales[i]
         right_codes, right_scales = load_half(1, where, nothing(came, never), WINDOW, ENTRIES)
         for block in range(blocks):
             half = (n + block) % 2
@@ -853,11 +855,15 @@ def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr)
             part = convert_e4m3(codes[1], pick_scale(scales, 16, 8, code_layout(2, gl.num_warps(), KEYS, True)))
             last = beside(gl.reshape(part, [KEYS, 32]), last)
         values = values + (last,)
-    words = beside(values[0], values[1])
-    if PARTS == 4:
-        words = beside(words, beside(values[2], values[3]))
-    # At once: between stores to one place the compiler would put barriers.
-    keys._reinterpret(gl.int32, [KEYS, 128], SHARED_WORDS).store(words)
+    keys = keys._reinterpret(gl.int32, [KEYS, 128], SHARED_WORDS)
+    if values[0].type.layout != values[1].type.layout:
+        keys.slice(0, 64, dim=1).store(values[0])
+        keys.slice(64, 64, dim=1).store(values[1])
+    else:  # at once: between stores to one place the compiler puts barriers
+        words = beside(values[0], values[1])
+        if PARTS == 4:
+            words = beside(words, beside(values[2], values[3]))
+        keys.store(words)
 
 
 @gluon.jit
