@@ -88,6 +88,8 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """As `sparse_attention.triton.sparse_attention`, on sm_90."""
     check(q, window, entries, sink)
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, not {scale}: masks are added before scaling")
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
@@ -745,14 +747,14 @@ def copy_half(SIDE: gl.constexpr, where, keys):
 def load_half(SIDE: gl.constexpr, where, after, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
     """Codes of one half, and their scales; of two layouts of the one that a block has."""
     if WINDOW.name == ENTRIES.name:
-        return load_codes(SIDE, where, after, WINDOW), load_scales(SIDE, where, after, WINDOW, scales_of_half(WINDOW) // 4)
+        return load_codes(SIDE, where, after, WINDOW), load_scales(SIDE, where, after, WINDOW)
     else:
         if where[2]:
             codes = load_codes(SIDE, where, after, WINDOW)
-            scales = load_scales(SIDE, where, after, WINDOW, 4)
+            scales = load_scales(SIDE, where, after, WINDOW)
         else:
             codes = load_codes(SIDE, where, after, ENTRIES)
-            scales = load_scales(SIDE, where, after, ENTRIES, 4)
+            scales = load_scales(SIDE, where, after, ENTRIES)
         return codes, scales
 
 
@@ -760,8 +762,8 @@ def load_half(SIDE: gl.constexpr, where, after, WINDOW: gl.constexpr, ENTRIES: g
 def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
     """Codes of one half in parts of 16 for each thread of a row, int32 [keys, threads, 4] each.
 
-    v4: the last 64 values are bf16 [keys, threads, words], and what codes there are before them within a part, [keys, threads, 2]. v41_fp4: two
-    parts each are in one; what is left holds nothing.
+    v4: the last 64 values are bf16 [keys, threads, words], and what codes there are before them within a part, [keys, threads, 2].
+    v41_fp4: two parts each are in one, then come scales; another one, if there is, holds nothing.
     """
     KEYS: gl.constexpr = where[0].shape[0]
     WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
@@ -775,7 +777,8 @@ def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
             # In the order of their registers, so that they are where the codes of another layout would be without being moved.
             pair = gl.join(load_words(words + i * 4 * T, after, NARROW), load_words(words + (i * 4 + 2) * T, after, NARROW))
             parts = parts + (gl.convert_layout(gl.reshape(pair.permute((0, 1, 3, 2)), [KEYS, T, 4]), WIDE),)
-        for _ in gl.static_range(PARTS // 2):
+        parts = parts + (load_words((where[0] + where[1]).to(gl.pointer_type(gl.int32)) + SIDE * 4, after, WIDE, 0),)
+        for _ in gl.static_range(PARTS // 2 - 1):
             parts = parts + (gl.zeros([KEYS, T, 4], gl.int32, WIDE),)
         return parts
     elif LAYOUT.name == "v4" and SIDE == 1:
@@ -791,33 +794,27 @@ def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def load_words(data, after, LAYOUT: gl.constexpr):
-    """Bytes of each key from `data` on: int32 [keys, threads of a row, words]."""
+def load_words(data, after, LAYOUT: gl.constexpr, STEP: gl.constexpr = 1):
+    """Bytes of each key from `data` on: int32 [keys, threads of a row, words]; STEP 0: the same for all threads."""
     data = gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
     after = gl.convert_layout(after, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
     v = gl.expand_dims(gl.expand_dims(gl.arange(0, LAYOUT.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
     w = gl.expand_dims(gl.expand_dims(gl.arange(0, LAYOUT.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
-    return gl.load(gl.expand_dims(gl.expand_dims(data + after, 1), 2) + (v * LAYOUT.shape[2] + w))
-
-
-@gluon.constexpr_function
-def scales_of_half(layout):
-    """Bytes of scales of one half of a record."""
-    return {"v4": 4, "v41": 8, "v41_fp4": 16}[layout.name]
+    return gl.load(gl.expand_dims(gl.expand_dims(data + after, 1), 2) + (v * (STEP * LAYOUT.shape[2]) + w))
 
 
 @gluon.jit
-def load_scales(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
-    """Scales of one half in words int32 [keys], the last one again to make COUNT."""
-    WORDS: gl.constexpr = scales_of_half(LAYOUT) // 4
+def load_scales(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
+    """Scales of one half in words int32 [keys]; of v41_fp4 the first, twice, as all four lie beside the codes."""
+    WORDS: gl.constexpr = 1 if LAYOUT.name == "v4" else 2 if LAYOUT.name == "v41" else 4
     scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32)) + (after + SIDE * WORDS)
-    words = ()
-    for i in gl.static_range(COUNT):
-        if i < WORDS:
-            words = words + (gl.load(scales + i),)
-        else:
-            words = words + (words[WORDS - 1],)
-    return words
+    first = gl.load(scales)
+    if WORDS == 1:
+        return (first,)
+    elif WORDS == 2:
+        return first, gl.load(scales + 1)
+    else:
+        return first, first
 
 
 @gluon.jit
@@ -839,15 +836,14 @@ def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr)
     NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
     T: gl.constexpr = WIDE.shape[1]
     PARTS: gl.constexpr = HALF // (16 * T)
-    OF_SCALE: gl.constexpr = 16 // scales_of_half(LAYOUT)  # threads
     CODED: gl.constexpr = 12 // T if LAYOUT.name == "v4" and SIDE == 1 else PARTS
     values = ()
     for i in gl.static_range(CODED):
         if LAYOUT.name == "v41_fp4":
             pair = gl.split(gl.reshape(codes[i // 2], [KEYS, T, 2, 2]).permute((0, 1, 3, 2)))
-            part = convert_e2m1(gl.convert_layout(pair[i % 2], NARROW), pick_scale(scales, i * T, OF_SCALE, NARROW))
+            part = convert_e2m1(gl.convert_layout(pair[i % 2], NARROW), pick_scale_of_16(codes[PARTS // 2], i, NARROW))
         else:
-            part = convert_e4m3(codes[i], pick_scale(scales, i * T, OF_SCALE, WIDE))
+            part = convert_e4m3(codes[i], pick_scale(scales, i * T, 4 // len(scales), WIDE))
         values = values + (gl.reshape(part, [KEYS, 8 * T]),)
     if CODED < PARTS:
         last = gl.reshape(codes[len(codes) - 1], [KEYS, 32])
@@ -873,15 +869,23 @@ def beside(left, right):
 
 @gluon.jit
 def pick_scale(scales, FIRST: gl.constexpr, OF_SCALE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The scale byte of each thread's codes [keys, threads], by words of four, from thread FIRST of a whole half's on."""
+    """The scale byte of each thread's codes [keys, threads], from thread FIRST of a whole half's on; OF_SCALE threads share one."""
+    word = gl.convert_layout(scales[FIRST // (4 * OF_SCALE)], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
+    v = gl.expand_dims(gl.arange(0, LAYOUT.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
+    return (gl.expand_dims(word, 1) >> (FIRST + v) // OF_SCALE % 4 * 8) & 0xFF
+
+
+@gluon.jit
+def pick_scale_of_16(scales, PART: gl.constexpr, LAYOUT: gl.constexpr):
+    """As `pick_scale`, of four words of scales [keys, threads, 4], one byte for each thread of a part."""
+    KEYS: gl.constexpr = LAYOUT.shape[0]
     T: gl.constexpr = LAYOUT.shape[1]
-    WORD: gl.constexpr = FIRST // (4 * OF_SCALE)
+    even, odd = gl.split(gl.reshape(scales, [KEYS, T, 2, 2]))
+    first = gl.convert_layout(gl.split(even)[PART * T // 8], gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    second = gl.convert_layout(gl.split(odd)[PART * T // 8], gl.SliceLayout(2, LAYOUT), assert_trivial=True)
     v = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
-    word = gl.expand_dims(gl.convert_layout(scales[WORD], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True), 1)
-    if 4 * OF_SCALE < T:
-        other = gl.convert_layout(scales[WORD + 1], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
-        word = gl.where(v < 4 * OF_SCALE, word, gl.expand_dims(other, 1))
-    return (word >> (FIRST // OF_SCALE + v // OF_SCALE) % 4 * 8) & 0xFF
+    word = gl.where((v < 4) if T == 8 else (v < 4) & (PART % 2 == 0), first, second)
+    return (word >> v % 4 * 8) & 0xFF
 
 
 @gluon.jit
