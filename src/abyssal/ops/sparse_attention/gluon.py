@@ -391,8 +391,6 @@ def weigh_and_add(
     blocks = blocks_of_tile(gl.program_id(0), work, BLOCK, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
-        rows = gl.arange(0, 64, layout=ROWS)
-        in_range = rows < work.heads - first_head
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = sums_of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)))
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
@@ -420,16 +418,18 @@ def weigh_and_add(
             half = (n - 1) % 2
             mbarrier.arrive(of_q.empty.index(0))
             last = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-            b_sink, next_blocks = at_end(tile, sink + first_head + rows, in_range, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+            b_sink, next_blocks = at_end(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
             acc = warpgroup_mma_wait(0, deps=[last])
             mbarrier.arrive(of_left.empty.index(half))
         else:
             mbarrier.arrive(of_q.empty.index(0))
-            b_sink, next_blocks = at_end(tile, sink + first_head + rows, in_range, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+            b_sink, next_blocks = at_end(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
 
         total = gl.convert_layout(gl.sum(total, axis=1), ROWS, assert_trivial=True)
         b_lse = top + gl.log2(total)  # -inf without keys
         factor = 1.0 / gl.where(total > 0, total, 1.0)
+        rows = here(gl.arange(0, 64, layout=ROWS))
+        in_range = rows < work.heads - first_head
         part = part_of(token, split, work, PARTIAL)
         of_rows = part * work.heads + first_head + rows
         if not PARTIAL:
@@ -451,12 +451,20 @@ def weigh_and_add(
 
 
 @gluon.jit
-def at_end(tile, sinks, in_range, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+def at_end(tile, sink, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
     """What is loaded during a tile's last product: sinks of its heads, where it has all keys, and how many blocks the next tile has."""
-    b_sink = in_range.to(gl.float32)
+    _, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+    rows = here(gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout(BLOCK))))
+    b_sink = rows.to(gl.float32)
     if not PARTIAL:
-        b_sink = gl.load(sinks, mask=in_range, other=0.0)
+        b_sink = gl.load(sink + first_head + rows, mask=rows < work.heads - first_head, other=0.0)
     return b_sink, blocks_of_tile(gl.minimum(tile + gl.num_programs(0), work.tiles - 1), work, BLOCK, HEAD_BLOCKS, PARTIAL)
+
+
+@gluon.jit
+def here(rows):
+    """The same, but what depends on it is computed here, and not kept in registers through a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -572,7 +580,7 @@ def store_half(SIDE: gl.constexpr, acc, factor, to, token, part, first_head, hea
     else:
         out_row = to.rows + token.to(gl.int64) * to.stride_t + first_head.to(gl.int64) * to.stride_h
     values = gl.convert_layout((acc * gl.expand_dims(factor, 1)).to(TYPE), ROWS)
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
+    rows = here(gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)))
     columns = gl.expand_dims(SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS)), 0)
     gl.store(gl.expand_dims(out_row + rows * to.stride_h, 1) + columns, values, mask=gl.expand_dims(rows < heads - first_head, 1))
 
@@ -585,9 +593,7 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
     q_row = queries.rows + token.to(gl.int64) * queries.stride_t
     for first in gl.static_range(0, 64, 16):
-        # Volatile: what depends on it is computed here, and neither kept in registers through the loop over tiles nor all at once.
-        rows = gl.arange(first, first + 16, layout=gl.SliceLayout(1, COPY))
-        rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
+        rows = here(gl.arange(first, first + 16, layout=gl.SliceLayout(1, COPY)))
         pointers = gl.expand_dims(q_row + (first_head + rows).to(gl.int64) * queries.stride_h, 1) + gl.expand_dims(columns, 0)
         mask = gl.expand_dims(rows < work.heads - first_head, 1)
         for side in gl.static_range(2):
