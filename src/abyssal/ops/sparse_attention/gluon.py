@@ -392,7 +392,7 @@ def weigh_and_add(
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
-        total = sums_of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)))
+        total = of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)), plus)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
         mbarrier.wait(of_q.full.index(0), parity)
         if blocks > 0:
@@ -400,7 +400,7 @@ def weigh_and_add(
             scores = multiply_left(q_smem, left.index(n % 2), masked(bias, n))
             mbarrier.wait(of_right.full.index(n % 2), n // 2 % 2)
             scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n % 2), scores)])
-            _, top, total = soften(scores, n, top, total, scale_log2, p_smem, factors, p_full)
+            acc, top, total = soften(scores, n, acc, top, total, scale_log2, p_smem, factors, p_full)
             for block in range(blocks - 1):
                 half = (n + block) % 2
                 phase = (n + block + 1) // 2 % 2
@@ -412,8 +412,7 @@ def weigh_and_add(
                 mbarrier.arrive(of_left.empty.index(half))
                 mbarrier.wait(of_right.full.index(1 - half), phase)
                 scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
-                keep, top, total = soften(scores, n + block + 1, top, total, scale_log2, p_smem, factors, p_full)
-                acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
+                acc, top, total = soften(scores, n + block + 1, acc, top, total, scale_log2, p_smem, factors, p_full)
             n += blocks
             half = (n - 1) % 2
             mbarrier.arrive(of_q.empty.index(0))
@@ -507,25 +506,42 @@ def multiply_right(q_smem, right, scores):
 
 
 @gluon.jit
-def soften(scores, block, top, total, scale_log2, p_smem, factors, p_full):
-    """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sums."""
+def soften(scores, block, acc, top, total, scale_log2, p_smem, factors, p_full):
+    """Write a block's weights, and the factor that what came before takes with a new maximum; the output so far, the maximum, the sums."""
     half = block % 2
-    new_top = gl.maximum(top, gl.max(scores, axis=1) * scale_log2)
+    rows = gl.convert_layout(gl.max(of_threads(scores, larger), axis=1), top.type.layout, assert_trivial=True)
+    new_top = gl.maximum(top, rows * scale_log2)
     base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
-    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
     keep = gl.exp2(top - base)
-    p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
     factors.index(half).store(keep)
+    acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)  # beside exponentials, which take longer
+    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
+    p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
     fence_async_shared()
     mbarrier.arrive(p_full.index(half))
     total = total * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, total.type.layout), assert_trivial=True), 1)
-    return keep, new_top, total + sums_of_threads(weights)
+    return acc, new_top, total + of_threads(weights, plus)
 
 
 @gluon.jit
-def sums_of_threads(weights):
-    """Each thread's sum of its weights of a row [64, 4]; sums over threads wait for the end of a tile."""
-    return gl.sum(gl.sum(gl.reshape(weights, [64, weights.shape[1] // 8, 4, 2]), axis=3), axis=1)
+def of_threads(values, combine: gl.constexpr):
+    """What each thread's values of a row make [64, 4], as a tree: a reduction would be a chain."""
+    COUNT: gl.constexpr = values.shape[1] // 4
+    values = gl.reshape(gl.reshape(values, [64, COUNT // 2, 4, 2]).permute((0, 2, 1, 3)), [64, 4, COUNT])
+    for i in gl.static_range(COUNT.bit_length() - 1):
+        even, odd = gl.split(gl.reshape(values, [64, 4, COUNT >> (i + 1), 2]))
+        values = combine(even, odd)
+    return gl.reshape(values, [64, 4])
+
+
+@gluon.jit
+def larger(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def plus(a, b):
+    return a + b
 
 
 @gluon.jit
