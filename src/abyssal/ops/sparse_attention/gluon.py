@@ -396,25 +396,25 @@ def weigh_and_add(
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
         mbarrier.wait(of_q.full.index(0), parity)
         if blocks > 0:
-            mbarrier.wait(of_left.full.index(n % 2), n // 2 % 2)
-            scores = multiply_left(q_smem, left.index(n % 2), masked(bias, n))
-            mbarrier.wait(of_right.full.index(n % 2), n // 2 % 2)
-            scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n % 2), scores)])
-            acc, top, total = soften(scores, n, acc, top, total, scale_log2, p_smem, factors, p_full)
+            mbarrier.wait(of_left.full.index(n & 1), n >> 1 & 1)
+            scores = multiply_left(q_smem, left.index(n & 1), masked(bias, n))
+            mbarrier.wait(of_right.full.index(n & 1), n >> 1 & 1)
+            scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n & 1), scores)])
+            scores, acc, top, total = soften(scores, n, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
             for block in range(blocks - 1):
-                half = (n + block) % 2
-                phase = (n + block + 1) // 2 % 2
+                half = (n + block) & 1
+                phase = (n + block + 1) >> 1 & 1
                 acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-                scores = masked(bias, n + block + 1)
                 mbarrier.wait(of_left.full.index(1 - half), phase)
                 scores = multiply_left(q_smem, left.index(1 - half), scores)
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 mbarrier.arrive(of_left.empty.index(half))
                 mbarrier.wait(of_right.full.index(1 - half), phase)
                 scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
-                acc, top, total = soften(scores, n + block + 1, acc, top, total, scale_log2, p_smem, factors, p_full)
+                block_after = n + block + 1
+                scores, acc, top, total = soften(scores, block_after, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
             n += blocks
-            half = (n - 1) % 2
+            half = (n - 1) & 1
             mbarrier.arrive(of_q.empty.index(0))
             last = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
             b_sink, next_blocks = at_end(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
@@ -485,7 +485,7 @@ def part_of(token, split, work, PARTIAL: gl.constexpr):
 def masked(bias, block):
     """What scores of a block begin with: 0, and -inf where there is no key. It is there before the block's records are."""
     BLOCK: gl.constexpr = bias.shape[1]
-    row = gl.expand_dims(bias.index(block % 4).load(gl.SliceLayout(0, score_layout(BLOCK))), 0)
+    row = gl.expand_dims(bias.index(block & 3).load(gl.SliceLayout(0, score_layout(BLOCK))), 0)
     return gl.broadcast(row, gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)))[0]
 
 
@@ -506,9 +506,12 @@ def multiply_right(q_smem, right, scores):
 
 
 @gluon.jit
-def soften(scores, block, acc, top, total, scale_log2, p_smem, factors, p_full):
-    """Write a block's weights, and the factor that what came before takes with a new maximum; the output so far, the maximum, the sums."""
-    half = block % 2
+def soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_full):
+    """Write a block's weights, and the factor that what came before takes with a new maximum.
+
+    Returns what the next block's scores begin with, the output so far, the maximum, the sums.
+    """
+    half = block & 1
     rows = gl.convert_layout(gl.max(of_threads(scores, larger), axis=1), top.type.layout, assert_trivial=True)
     new_top = gl.maximum(top, rows * scale_log2)
     base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
@@ -517,10 +520,11 @@ def soften(scores, block, acc, top, total, scale_log2, p_smem, factors, p_full):
     acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)  # beside exponentials, which take longer
     weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
     p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
+    scores = masked(bias, block + 1)
     fence_async_shared()
     mbarrier.arrive(p_full.index(half))
     total = total * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, total.type.layout), assert_trivial=True), 1)
-    return acc, new_top, total + of_threads(weights, plus)
+    return scores, acc, new_top, total + of_threads(weights, plus)
 
 
 @gluon.jit
@@ -559,8 +563,8 @@ def add_right(
         acc = warpgroup_mma_init(gl.zeros([64, HALF], gl.float32, OUTPUT))
         # Not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant.
         for block in range(blocks):
-            half = (n + block) % 2
-            phase = (n + block) // 2 % 2
+            half = (n + block) & 1
+            phase = (n + block) >> 1 & 1
             sums = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(of_right.empty.index(1 - half), pred=block > 0)
             mbarrier.wait(of_right.full.index(half), phase)
@@ -569,15 +573,16 @@ def add_right(
             sums = sums * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
             acc = warpgroup_mma(p_smem.index(half), right.index(half), sums, is_async=True)
         n += blocks
+        if not PARTIAL:
+            mbarrier.arrive(of_end.empty.index(0))
         mbarrier.wait(of_q.empty.index(0), parity)
         if tile + gl.num_programs(0) < work.tiles:
             copy_queries(tile + gl.num_programs(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(of_right.empty.index((n - 1) % 2), pred=blocks > 0)
-
+        mbarrier.arrive(of_right.empty.index((n - 1) & 1), pred=blocks > 0)
         if PARTIAL:
             factors.index(3).store(largest_of_rows(acc))
-        mbarrier.arrive(of_end.empty.index(0))
+            mbarrier.arrive(of_end.empty.index(0))
         mbarrier.wait(of_end.full.index(0), parity)
         parity ^= 1
         factor = factors.index(2).load(gl.SliceLayout(1, OUTPUT))
@@ -608,12 +613,12 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
     q_row = queries.rows + token.to(gl.int64) * queries.stride_t
-    for first in gl.static_range(0, 64, 16):
-        rows = here(gl.arange(first, first + 16, layout=gl.SliceLayout(1, COPY)))
+    for first in gl.static_range(0, 64, 8):
+        rows = here(gl.arange(first, first + 8, layout=gl.SliceLayout(1, COPY)))
         pointers = gl.expand_dims(q_row + (first_head + rows).to(gl.int64) * queries.stride_h, 1) + gl.expand_dims(columns, 0)
         mask = gl.expand_dims(rows < work.heads - first_head, 1)
         for side in gl.static_range(2):
-            to = q_smem.slice(first, 16).slice(side * HALF, HALF, dim=1)
+            to = q_smem.slice(first, 8).slice(side * HALF, HALF, dim=1)
             async_copy.async_copy_global_to_shared(to, pointers + side * HALF, mask=mask)
     async_copy.mbarrier_arrive(q_full.index(0))
     mbarrier.arrive(q_full.index(0))
@@ -675,8 +680,8 @@ def bring_tile(
     where = locate(0, n, first_slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
     if WINDOW.grid is None:
         for block in range(blocks):
-            half = (n + block) % 2
-            phase = (n + block) // 2 % 2 ^ 1
+            half = (n + block) & 1
+            phase = (n + block) >> 1 & 1 ^ 1
             mbarrier.wait(of_left.empty.index(half), phase)
             copy_half(0, where, left.index(half))
             async_copy.mbarrier_arrive(of_left.full.index(half))
@@ -697,8 +702,8 @@ def bring_tile(
             came |= left_scales[i]
         right_codes, right_scales = load_half(1, where, nothing(came, never), WINDOW, ENTRIES)
         for block in range(blocks):
-            half = (n + block) % 2
-            phase = (n + block) // 2 % 2 ^ 1
+            half = (n + block) & 1
+            phase = (n + block) >> 1 & 1 ^ 1
             in_window = block < window_blocks
             mbarrier.wait(of_left.empty.index(half), phase)
             convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
@@ -738,7 +743,7 @@ def locate(
     What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
     after next comes to shared memory.
     """
-    bias.index((n + block) % 4).store(gl.where(slots >= 0, 0.0, float("-inf")))
+    bias.index((n + block) & 3).store(gl.where(slots >= 0, 0.0, float("-inf")))
     window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
     in_window = block < window_blocks
     slot = gl.maximum(slots, 0)
