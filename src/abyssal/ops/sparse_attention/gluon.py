@@ -28,9 +28,9 @@ from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, combine, 
 
 BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them
-NUM_WARPS = 4  # of the role that weighs; four more add the right half
+NUM_WARPS = 4  # of every role
 ADD_REGISTERS = 160
-BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
+BRING_REGISTERS = 80
 
 # Microseconds, fitted to 25 measured launches of 1 to 16 queries with 640 keys each.
 START_COST = 5.4  # of one program (launch, queries, first records, result)
@@ -68,11 +68,6 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
 
     most = {64: blocks[64], 32: min(blocks[32], max(8, SMALL_PARTS // programs))}
     return min((LaunchConfig(Splits(count, None), keys) for keys in most for count in range(1, most[keys] + 1)), key=cost)
-
-
-def bringing_warps(window: Layout, entries: Layout) -> int:
-    """Warps that bring records: eight where they are widened; bf16 is copied a little faster by four."""
-    return 4 if window.grid is None else 8
 
 
 def sparse_attention(
@@ -131,7 +126,7 @@ def sparse_attention(
         PARTIAL=splits.count > 1,
         BLOCK=config.block_keys,
         ADD_REGISTERS=ADD_REGISTERS,
-        **_bring_constants(window.records.layout, entries.records.layout),
+        BRING_REGISTERS=BRING_REGISTERS,
         num_warps=NUM_WARPS,
         launch_pdl=True,
     )
@@ -144,11 +139,6 @@ def sparse_attention(
 def no_record(device: torch.device) -> Tensor:
     """A record of zeros, which kernels read in place of those that do not exist."""
     return torch.zeros(max(layouts.get(name).data_bytes for pair in PAIRS for name in pair), dtype=torch.uint8, device=device)
-
-
-def _bring_constants(window: Layout, entries: Layout) -> dict[str, int]:
-    warps = bringing_warps(window, entries)
-    return {"BRING_WARPS": warps, "BRING_REGISTERS": BRING_REGISTERS[warps]}
 
 
 def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor]:
@@ -224,20 +214,14 @@ def score_layout(block):
 
 
 @gluon.constexpr_function
-def code_layout(words, num_warps, block, turned=False):
-    """Threads of codes [keys, threads of a row, words]: all of the role's threads, or eight of a row, as then 16 codes each are 128.
+def code_layout(words, block):
+    """Threads of codes [keys, 4, words]: four of a row, so that eight in turn hold two neighbouring rows.
 
-    Eight in turn hold four of two neighbouring rows, so that their stores of 16 of every 32 bytes fall into different banks of swizzled
-    rows; `turned`, eight threads with 16 bytes each do so, as no two neighbours hold neighbouring bytes.
+    So their stores of 16 of every 32 bytes fall into different banks of swizzled rows.
     """
-    count = max(4, min(8, 32 * num_warps // block))
-    threads = [[0, 2, 0], [0, 4, 0], [0, 1, 0]] if turned else [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    rows = [[1 << i, 0, 0] for i in range(block.bit_length() - 1)]
-    of_lanes = 6 - count.bit_length()  # rows, by bits
-    of_warps = of_lanes + num_warps.bit_length() - 1
-    lanes = [*threads[:2], rows[0], *(threads[2:] if count == 8 else []), *rows[1:of_lanes]]
-    of_thread = [[0, 0, 1 << i] for i in range(words.bit_length() - 1)]
-    return gl.DistributedLinearLayout(of_thread + rows[of_warps:], lanes, rows[of_lanes:of_warps], [], [block, count, words])
+    of_thread = [[0, 0, 1 << i] for i in range(words.bit_length() - 1)] + ([[32, 0, 0]] if block == 64 else [])
+    of_lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(of_thread, of_lanes, [[8, 0, 0], [16, 0, 0]], [], [block, 4, words])
 
 
 @gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
@@ -280,16 +264,15 @@ def attend_kernel(
     PARTIAL: gl.constexpr,
     BLOCK: gl.constexpr,
     ADD_REGISTERS: gl.constexpr,
-    BRING_WARPS: gl.constexpr,
     BRING_REGISTERS: gl.constexpr,
 ):
     """Tiles of 64 heads of one token over one split of its key blocks, as a program of `attend_kernel` in Triton has one.
 
-    Three roles run side by side: BRING_WARPS warps bring queries and records to shared memory as bf16, four turn records into weights
-    and add weighted records to the left half of the output, four add to the right half. Every role goes through the program's tiles by
-    itself, so that records of the next tile come while results of this one leave. Two blocks of keys and of weights are on their way at
-    a time. The halves of a block of keys lie in shared memory of their own, with barriers of their own: the scores of one are summed
-    while the other is still being widened.
+    Four roles of four warps run side by side. Two bring records to shared memory as bf16, the left and the right half of each. One turns
+    records into weights and adds weighted records to the left half of the output, one adds to the right half and brings queries. Every
+    role goes through the program's tiles by itself, so that records of the next tile come while results of this one leave. Two blocks
+    of keys and of weights are on their way at a time. The halves of a block of keys have barriers of their own: the scores of one are
+    summed while the other is still being widened.
     """
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
     left = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
@@ -297,8 +280,6 @@ def attend_kernel(
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
     bias = gl.allocate_shared_memory(gl.float32, [4, BLOCK], SHARED_ROW)
     factors = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
-    never = gl.allocate_shared_memory(gl.int32, [BLOCK], SHARED_ROW)
-    never.store(gl.zeros([BLOCK], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
     of_q = Barriers(allocate_barriers(1), allocate_barriers(1))
     of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
     of_right = Barriers(allocate_barriers(2), allocate_barriers(2))
@@ -327,13 +308,18 @@ def attend_kernel(
                 (work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS, PARTIAL),
             ),
             (
-                bring_blocks,
-                (work, window, entries, zeros, left, right, bias, never, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
-                 ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
+                bring_half,
+                (work, window, entries, zeros, left, bias, of_left, 0, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE, HEAD_BLOCKS,
+                 PARTIAL),
+            ),
+            (
+                bring_half,
+                (work, window, entries, zeros, right, bias, of_right, 1, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE,
+                 HEAD_BLOCKS, PARTIAL),
             ),
         ],
-        [4, BRING_WARPS],
-        [ADD_REGISTERS, BRING_REGISTERS],
+        [4, 4, 4],
+        [ADD_REGISTERS, BRING_REGISTERS, BRING_REGISTERS],
     )  # fmt: skip
 
 
@@ -625,13 +611,13 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
 
 
 @gluon.jit
-def bring_blocks(
-    work, window, entries, zeros, left, right, bias, never, of_left, of_right,
+def bring_half(
+    work, window, entries, zeros, keys, bias, of_keys, SIDE: gl.constexpr,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring the records of both lists as bf16, block by block, to shared memory."""
-    BLOCK: gl.constexpr = left.shape[1]
+    """Bring one half of the records of both lists as bf16, block by block, to shared memory."""
+    BLOCK: gl.constexpr = keys.shape[1]
     n = 0  # blocks of earlier tiles
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
@@ -647,7 +633,7 @@ def bring_blocks(
             first_slots = block_slots(0, lists, BLOCK)
             slots = block_slots(1, lists, BLOCK)
         pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
-        bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
+        bring_tile(n, blocks, first_slots, slots, lists, pools, keys, bias, of_keys, SIDE, WINDOW, ENTRIES, WINDOW_PER_PAGE,
                    ENTRIES_PER_PAGE)  # fmt: skip
         n += blocks
 
@@ -665,62 +651,36 @@ def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.con
 
 @gluon.jit
 def bring_tile(
-    n, blocks, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right,
+    n, blocks, first_slots, slots, lists, pools, keys, bias, of_keys, SIDE: gl.constexpr,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Bring a tile's records, n blocks after those of the program's first.
+    """Bring one half of a tile's records, n blocks after those of the program's first.
 
-    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them. The compiler
-    gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So the loads of a half are issued when
-    those of the other have come: their addresses depend on it through `never`, a zero that the compiler does not know. Before the
-    loop, too, or it would wait at the loop's head.
+    Codes of the next block are on their way once those of this one are widened, and with them slots of the block after it: the compiler
+    gives all these loads one scoreboard, so whoever waits for one waits for all that were issued.
     """
-    BLOCK: gl.constexpr = left.shape[1]
+    BLOCK: gl.constexpr = keys.shape[1]
     window_blocks = lists[4]
-    where = locate(0, n, first_slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    where = locate(0, n, first_slots, pools, bias, SIDE, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
     if WINDOW.grid is None:
         for block in range(blocks):
             half = (n + block) & 1
-            phase = (n + block) >> 1 & 1 ^ 1
-            mbarrier.wait(of_left.empty.index(half), phase)
-            copy_half(0, where, left.index(half))
-            async_copy.mbarrier_arrive(of_left.full.index(half))
-            mbarrier.wait(of_right.empty.index(half), phase)
-            copy_half(1, where, right.index(half))
-            async_copy.mbarrier_arrive(of_right.full.index(half))
-            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            mbarrier.wait(of_keys.empty.index(half), (n + block) >> 1 & 1 ^ 1)
+            copy_half(SIDE, where, keys.index(half))
+            async_copy.mbarrier_arrive(of_keys.full.index(half))
+            where = locate(block + 1, n, slots, pools, bias, SIDE, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             slots = block_slots(block + 2, lists, BLOCK)
-            mbarrier.arrive(of_left.full.index(half))
-            mbarrier.arrive(of_right.full.index(half))
+            mbarrier.arrive(of_keys.full.index(half))
     else:
-        left_codes, left_scales = load_half(0, where, slots * 0, WINDOW, ENTRIES)
-        came = gl.max(left_codes[0], axis=2)
-        for i in gl.static_range(1, len(left_codes)):
-            came |= gl.max(left_codes[i], axis=2)
-        came = gl.max(came, axis=1) | slots
-        for i in gl.static_range(len(left_scales)):
-            came |= left_scales[i]
-        right_codes, right_scales = load_half(1, where, nothing(came, never), WINDOW, ENTRIES)
+        codes, scales = load_half(SIDE, where, WINDOW, ENTRIES)
         for block in range(blocks):
             half = (n + block) & 1
-            phase = (n + block) >> 1 & 1 ^ 1
-            in_window = block < window_blocks
-            mbarrier.wait(of_left.empty.index(half), phase)
-            convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
-            mbarrier.arrive(of_left.full.index(half))
-            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), WINDOW, ENTRIES)
+            mbarrier.wait(of_keys.empty.index(half), (n + block) >> 1 & 1 ^ 1)
+            convert_half(SIDE, codes, scales, block < window_blocks, keys.index(half), WINDOW, ENTRIES)
+            where = locate(block + 1, n, slots, pools, bias, SIDE, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            mbarrier.arrive(of_keys.full.index(half))
+            codes, scales = load_half(SIDE, where, WINDOW, ENTRIES)
             slots = block_slots(block + 2, lists, BLOCK)
-            mbarrier.wait(of_right.empty.index(half), phase)
-            convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
-            mbarrier.arrive(of_right.full.index(half))
-            right_codes, right_scales = load_half(1, where, nothing(left_scales[0], never), WINDOW, ENTRIES)
-
-
-@gluon.jit
-def nothing(came, never):
-    """Zeros that are known when `came` is, and not before what was done before is done."""
-    return (came & never.load(came.type.layout)) * 16
 
 
 @gluon.jit
@@ -728,22 +688,23 @@ def block_slots(block, lists, BLOCK: gl.constexpr):
     """Slots of a block, -1 beyond its list's end."""
     window_row, window_end, entry_row, entry_end, window_blocks = lists
     in_window = block < window_blocks
-    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))  # one value per key
-    n = block * BLOCK + gl.arange(0, BLOCK, layout=KEYS)
+    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, BLOCK)))  # one value per key
+    n = here(block * BLOCK + gl.arange(0, BLOCK, layout=KEYS))  # or the compiler would count blocks in 64 bits, for addresses
     return gl.load((window_row if in_window else entry_row) + n, mask=n < (window_end if in_window else entry_end), other=-1)
 
 
 @gluon.jit
 def locate(
-    block, n, slots, pools, bias, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
+    block, n, slots, pools, bias, SIDE: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Where records lie, how far from there their scales, and whether they are of the window.
 
-    What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
-    after next comes to shared memory.
+    What to add to scores is written on the way, by one role: four blocks have a place for it, as that of a block is read last when the
+    block after next comes to shared memory.
     """
-    bias.index((n + block) & 3).store(gl.where(slots >= 0, 0.0, float("-inf")))
+    if SIDE == 0:
+        bias.index((n + block) & 3).store(gl.where(slots >= 0, 0.0, float("-inf")))
     window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
     in_window = block < window_blocks
     slot = gl.maximum(slots, 0)
@@ -771,70 +732,60 @@ def copy_half(SIDE: gl.constexpr, where, keys):
 
 
 @gluon.jit
-def load_half(SIDE: gl.constexpr, where, after, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
+def load_half(SIDE: gl.constexpr, where, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
     """Codes of one half, and their scales; of two layouts of the one that a block has."""
     if WINDOW.name == ENTRIES.name:
-        return load_codes(SIDE, where, after, WINDOW), load_scales(SIDE, where, after, WINDOW)
+        return load_codes(SIDE, where, WINDOW), load_scales(SIDE, where, WINDOW)
     else:
         if where[2]:
-            codes = load_codes(SIDE, where, after, WINDOW)
-            scales = load_scales(SIDE, where, after, WINDOW)
+            codes = load_codes(SIDE, where, WINDOW)
+            scales = load_scales(SIDE, where, WINDOW)
         else:
-            codes = load_codes(SIDE, where, after, ENTRIES)
-            scales = load_scales(SIDE, where, after, ENTRIES)
+            codes = load_codes(SIDE, where, ENTRIES)
+            scales = load_scales(SIDE, where, ENTRIES)
         return codes, scales
 
 
 @gluon.jit
-def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
-    """Codes of one half in parts of 16 for each thread of a row, int32 [keys, threads, 4] each.
+def load_codes(SIDE: gl.constexpr, where, LAYOUT: gl.constexpr):
+    """Codes of one half in four parts of 64, int32 [keys, 4, 4] each.
 
-    v4: the last 64 values are bf16 [keys, threads, words], and what codes there are before them within a part, [keys, threads, 2].
-    v41_fp4: two parts each are in one, then come scales; another one, if there is, holds nothing.
+    v4: the last 64 values are bf16 [keys, 4, 8]. v41_fp4: two parts each are in one, the third is scales, the last one holds nothing.
     """
     KEYS: gl.constexpr = where[0].shape[0]
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
-    NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
-    T: gl.constexpr = WIDE.shape[1]
-    PARTS: gl.constexpr = HALF // (16 * T)
+    WIDE: gl.constexpr = code_layout(4, KEYS)
     words = where[0].to(gl.pointer_type(gl.int32)) + SIDE * (32 if LAYOUT.name == "v41_fp4" else 64)
-    parts = ()
     if LAYOUT.name == "v41_fp4":
-        for i in gl.static_range(PARTS // 2):
-            # In the order of their registers, so that they are where the codes of another layout would be without being moved.
-            pair = gl.join(load_words(words + i * 4 * T, after, NARROW), load_words(words + (i * 4 + 2) * T, after, NARROW))
-            parts = parts + (gl.convert_layout(gl.reshape(pair.permute((0, 1, 3, 2)), [KEYS, T, 4]), WIDE),)
-        parts = parts + (load_words((where[0] + where[1]).to(gl.pointer_type(gl.int32)) + SIDE * 4, after, WIDE, 0),)
-        for _ in gl.static_range(PARTS // 2 - 1):
-            parts = parts + (gl.zeros([KEYS, T, 4], gl.int32, WIDE),)
-        return parts
-    elif LAYOUT.name == "v4" and SIDE == 1:
-        for i in gl.static_range(12 // T):
-            parts = parts + (load_words(words + i * 4 * T, after, WIDE),)
-        if T == 8:
-            parts = parts + (load_words(words + 32, after, code_layout(2, gl.num_warps(), KEYS, True)),)
-        return parts + (load_words(words + 48, after, code_layout(32 // T, gl.num_warps(), KEYS, T == 8)),)
+        scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32)) + SIDE * 4
+        return load_pair(words), load_pair(words + 16), load_words(scales, WIDE, 0), gl.zeros([KEYS, 4, 4], gl.int32, WIDE)
     else:
-        for i in gl.static_range(PARTS):
-            parts = parts + (load_words(words + i * 4 * T, after, WIDE),)
-        return parts
+        LAST: gl.constexpr = code_layout(8, KEYS) if LAYOUT.name == "v4" and SIDE == 1 else WIDE
+        return load_words(words, WIDE), load_words(words + 16, WIDE), load_words(words + 32, WIDE), load_words(words + 48, LAST)
 
 
 @gluon.jit
-def load_words(data, after, LAYOUT: gl.constexpr, STEP: gl.constexpr = 1):
-    """Bytes of each key from `data` on: int32 [keys, threads of a row, words]; STEP 0: the same for all threads."""
+def load_pair(words):
+    """Two parts of four-bit codes, in the order of their registers, so that they are where the codes of another layout would be."""
+    KEYS: gl.constexpr = words.shape[0]
+    pair = gl.join(load_words(words, code_layout(2, KEYS)), load_words(words + 8, code_layout(2, KEYS))).permute((0, 1, 3, 2))
+    return gl.convert_layout(gl.reshape(pair, [KEYS, 4, 4]), code_layout(4, KEYS), assert_trivial=True)
+
+
+@gluon.jit
+def load_words(data, LAYOUT: gl.constexpr, STEP: gl.constexpr = 1):
+    """Bytes of each key from `data` on: int32 [keys, 4, words]; STEP 0: the same for all threads of a row."""
+    WORDS: gl.constexpr = LAYOUT.shape[2]
     data = gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
-    after = gl.convert_layout(after, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
-    v = gl.expand_dims(gl.expand_dims(gl.arange(0, LAYOUT.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
-    w = gl.expand_dims(gl.expand_dims(gl.arange(0, LAYOUT.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
-    return gl.load(gl.expand_dims(gl.expand_dims(data + after, 1), 2) + (v * (STEP * LAYOUT.shape[2]) + w))
+    v = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
+    w = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
+    return gl.load(gl.expand_dims(gl.expand_dims(data, 1), 2) + (v * (STEP * WORDS) + w))
 
 
 @gluon.jit
-def load_scales(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
-    """Scales of one half in words int32 [keys]; of v41_fp4 the first, twice, as all four lie beside the codes."""
+def load_scales(SIDE: gl.constexpr, where, LAYOUT: gl.constexpr):
+    """Scales of one half in words int32 [keys]: one (v4) or two; of v41_fp4 the first, twice, as all four lie beside the codes."""
     WORDS: gl.constexpr = 1 if LAYOUT.name == "v4" else 2 if LAYOUT.name == "v41" else 4
-    scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32)) + (after + SIDE * WORDS)
+    scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32)) + SIDE * WORDS
     first = gl.load(scales)
     if WORDS == 1:
         return (first,)
@@ -859,34 +810,20 @@ def convert_half(SIDE: gl.constexpr, codes, scales, in_window, keys, WINDOW: gl.
 @gluon.jit
 def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr):
     KEYS: gl.constexpr = keys.shape[0]
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
-    NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
-    T: gl.constexpr = WIDE.shape[1]
-    PARTS: gl.constexpr = HALF // (16 * T)
-    CODED: gl.constexpr = 12 // T if LAYOUT.name == "v4" and SIDE == 1 else PARTS
+    NARROW: gl.constexpr = code_layout(2, KEYS)
     values = ()
-    for i in gl.static_range(CODED):
+    for i in gl.static_range(4):
         if LAYOUT.name == "v41_fp4":
-            pair = gl.split(gl.reshape(codes[i // 2], [KEYS, T, 2, 2]).permute((0, 1, 3, 2)))
-            part = convert_e2m1(gl.convert_layout(pair[i % 2], NARROW), pick_scale_of_16(codes[PARTS // 2], i, NARROW))
+            pair = gl.split(gl.reshape(codes[i // 2], [KEYS, 4, 2, 2]).permute((0, 1, 3, 2)))
+            part = convert_e2m1(gl.convert_layout(pair[i % 2], NARROW, assert_trivial=True), pick_scale_of_16(codes[2], i, NARROW))
+        elif LAYOUT.name == "v4" and SIDE == 1 and i == 3:
+            part = codes[3]
         else:
-            part = convert_e4m3(codes[i], pick_scale(scales, i * T, 4 // len(scales), WIDE))
-        values = values + (gl.reshape(part, [KEYS, 8 * T]),)
-    if CODED < PARTS:
-        last = gl.reshape(codes[len(codes) - 1], [KEYS, 32])
-        if T == 8:
-            part = convert_e4m3(codes[1], pick_scale(scales, 16, 8, code_layout(2, gl.num_warps(), KEYS, True)))
-            last = beside(gl.reshape(part, [KEYS, 32]), last)
-        values = values + (last,)
-    keys = keys._reinterpret(gl.int32, [KEYS, 128], SHARED_WORDS)
-    if values[0].type.layout != values[1].type.layout:
-        keys.slice(0, 64, dim=1).store(values[0])
-        keys.slice(64, 64, dim=1).store(values[1])
-    else:  # at once: between stores to one place the compiler puts barriers
-        words = beside(values[0], values[1])
-        if PARTS == 4:
-            words = beside(words, beside(values[2], values[3]))
-        keys.store(words)
+            part = convert_e4m3(codes[i], pick_scale(scales, i * 4, 4 // len(scales), code_layout(4, KEYS)))
+        values = values + (gl.reshape(part, [KEYS, 32]),)
+    # At once: between stores to one place the compiler puts barriers.
+    words = beside(beside(values[0], values[1]), beside(values[2], values[3]))
+    keys._reinterpret(gl.int32, [KEYS, 128], SHARED_WORDS).store(words)
 
 
 @gluon.jit
@@ -896,23 +833,18 @@ def beside(left, right):
 
 @gluon.jit
 def pick_scale(scales, FIRST: gl.constexpr, OF_SCALE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The scale byte of each thread's codes [keys, threads], from thread FIRST of a whole half's on; OF_SCALE threads share one."""
+    """The scale byte of each thread's codes [keys, 4], from thread FIRST of a whole half's on; OF_SCALE threads share one."""
     word = gl.convert_layout(scales[FIRST // (4 * OF_SCALE)], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
-    v = gl.expand_dims(gl.arange(0, LAYOUT.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
+    v = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
     return (gl.expand_dims(word, 1) >> (FIRST + v) // OF_SCALE % 4 * 8) & 0xFF
 
 
 @gluon.jit
 def pick_scale_of_16(scales, PART: gl.constexpr, LAYOUT: gl.constexpr):
-    """As `pick_scale`, of four words of scales [keys, threads, 4], one byte for each thread of a part."""
-    KEYS: gl.constexpr = LAYOUT.shape[0]
-    T: gl.constexpr = LAYOUT.shape[1]
-    even, odd = gl.split(gl.reshape(scales, [KEYS, T, 2, 2]))
-    first = gl.convert_layout(gl.split(even)[PART * T // 8], gl.SliceLayout(2, LAYOUT), assert_trivial=True)
-    second = gl.convert_layout(gl.split(odd)[PART * T // 8], gl.SliceLayout(2, LAYOUT), assert_trivial=True)
-    v = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
-    word = gl.where((v < 4) if T == 8 else (v < 4) & (PART % 2 == 0), first, second)
-    return (word >> v % 4 * 8) & 0xFF
+    """As `pick_scale`, of four words of scales [keys, 4, 4], one byte for each thread of a part."""
+    words = gl.split(gl.split(gl.reshape(scales, [LAYOUT.shape[0], 4, 2, 2]))[PART % 2])[PART // 2]
+    v = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
+    return (gl.convert_layout(words, gl.SliceLayout(2, LAYOUT), assert_trivial=True) >> v * 8) & 0xFF
 
 
 @gluon.jit
@@ -1015,7 +947,7 @@ def aot_cases() -> list[AotCase]:
         window, entries = layouts.get(pair[0]), layouts.get(pair[1])
         constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
         constants |= {"PARTIAL": count > 1, "HEAD_BLOCKS": 1, "BLOCK": keys}
-        constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
+        constants |= {"ADD_REGISTERS": ADD_REGISTERS, "BRING_REGISTERS": BRING_REGISTERS}
         name = f"sparse_attention gluon {'+'.join(pair)} k{keys} splits {count}"
         reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
