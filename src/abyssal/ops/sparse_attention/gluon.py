@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv import layouts
-from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys
 from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, combine, fixed_splits, multiprocessors, new_partial
@@ -633,8 +632,17 @@ def bring_half(
             first_slots = block_slots(0, lists, BLOCK)
             slots = block_slots(1, lists, BLOCK)
         pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
-        bring_tile(n, blocks, first_slots, slots, lists, pools, keys, bias, of_keys, SIDE, WINDOW, ENTRIES, WINDOW_PER_PAGE,
-                   ENTRIES_PER_PAGE)  # fmt: skip
+        if WINDOW.name == ENTRIES.name:
+            bring_blocks(n, 0, blocks, first_slots, slots, lists, pools, keys, bias, of_keys, SIDE, True, WINDOW, WINDOW_PER_PAGE,
+                         ENTRIES_PER_PAGE)  # fmt: skip
+        else:
+            of_window = gl.minimum(gl.maximum(lists[4], 0), blocks)
+            bring_blocks(n, 0, of_window, first_slots, slots, lists, pools, keys, bias, of_keys, SIDE, False, WINDOW, WINDOW_PER_PAGE,
+                         ENTRIES_PER_PAGE)  # fmt: skip
+            first_slots = block_slots(of_window, lists, BLOCK)
+            slots = block_slots(of_window + 1, lists, BLOCK)
+            bring_blocks(n, of_window, blocks, first_slots, slots, lists, pools, keys, bias, of_keys, SIDE, True, ENTRIES,
+                         WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
         n += blocks
 
 
@@ -650,36 +658,36 @@ def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.con
 
 
 @gluon.jit
-def bring_tile(
-    n, blocks, first_slots, slots, lists, pools, keys, bias, of_keys, SIDE: gl.constexpr,
-    WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
+def bring_blocks(
+    n, first, end, first_slots, slots, lists, pools, keys, bias, of_keys, SIDE: gl.constexpr, LAST: gl.constexpr,
+    LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Bring one half of a tile's records, n blocks after those of the program's first.
+    """Bring one half of the records of one layout in a tile's blocks `first` to `end`, n blocks after those of the program's first.
 
+    LAST: no other layout's records follow.
     Codes of the next block are on their way once those of this one are widened, and with them slots of the block after it: the compiler
     gives all these loads one scoreboard, so whoever waits for one waits for all that were issued.
     """
     BLOCK: gl.constexpr = keys.shape[1]
-    window_blocks = lists[4]
-    where = locate(0, n, first_slots, pools, bias, SIDE, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-    if WINDOW.grid is None:
-        for block in range(blocks):
+    where = locate(first, end, n, first_slots, pools, bias, SIDE, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    if LAYOUT.grid is None:
+        for block in range(first, end):
             half = (n + block) & 1
             mbarrier.wait(of_keys.empty.index(half), (n + block) >> 1 & 1 ^ 1)
             copy_half(SIDE, where, keys.index(half))
             async_copy.mbarrier_arrive(of_keys.full.index(half))
-            where = locate(block + 1, n, slots, pools, bias, SIDE, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(block + 1, end, n, slots, pools, bias, SIDE, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             slots = block_slots(block + 2, lists, BLOCK)
             mbarrier.arrive(of_keys.full.index(half))
     else:
-        codes, scales = load_half(SIDE, where, WINDOW, ENTRIES)
-        for block in range(blocks):
+        codes, scales = load_codes(SIDE, where, LAYOUT), load_scales(SIDE, where, LAYOUT)
+        for block in range(first, end):
             half = (n + block) & 1
             mbarrier.wait(of_keys.empty.index(half), (n + block) >> 1 & 1 ^ 1)
-            convert_half(SIDE, codes, scales, block < window_blocks, keys.index(half), WINDOW, ENTRIES)
-            where = locate(block + 1, n, slots, pools, bias, SIDE, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            convert_half(SIDE, codes, scales, keys.index(half), LAYOUT)
+            where = locate(block + 1, end, n, slots, pools, bias, SIDE, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             mbarrier.arrive(of_keys.full.index(half))
-            codes, scales = load_half(SIDE, where, WINDOW, ENTRIES)
+            codes, scales = load_codes(SIDE, where, LAYOUT), load_scales(SIDE, where, LAYOUT)
             slots = block_slots(block + 2, lists, BLOCK)
 
 
@@ -695,10 +703,10 @@ def block_slots(block, lists, BLOCK: gl.constexpr):
 
 @gluon.jit
 def locate(
-    block, n, slots, pools, bias, SIDE: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
+    block, end, n, slots, pools, bias, SIDE: gl.constexpr, LAST: gl.constexpr, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Where records lie, how far from there their scales, and whether they are of the window.
+    """Where records lie, those before block `end`, and how far from there their scales.
 
     What to add to scores is written on the way, by one role: four blocks have a place for it, as that of a block is read last when the
     block after next comes to shared memory.
@@ -713,13 +721,14 @@ def locate(
     else:
         page = gl.where(in_window, slot // WINDOW_PER_PAGE, slot // ENTRIES_PER_PAGE)
         row = gl.where(in_window, slot % WINDOW_PER_PAGE, slot % ENTRIES_PER_PAGE)
-    data_bytes = WINDOW.data_bytes if in_window else ENTRIES.data_bytes
-    scale_bytes = WINDOW.scale_bytes if in_window else ENTRIES.scale_bytes
-    all_data = WINDOW_PER_PAGE * WINDOW.data_bytes if in_window else ENTRIES_PER_PAGE * ENTRIES.data_bytes
+    all_data = (WINDOW_PER_PAGE if in_window else ENTRIES_PER_PAGE) * LAYOUT.data_bytes
     pages = window_pages if in_window else entry_pages
-    data = pages + page.to(gl.int64) * (window_page_stride if in_window else entry_page_stride) + row * data_bytes
-    data = gl.where(slots >= 0, data, zeros)
-    return data, gl.where(slots >= 0, all_data - row * (data_bytes - scale_bytes), 0), in_window
+    data = pages + page.to(gl.int64) * (window_page_stride if in_window else entry_page_stride) + row * LAYOUT.data_bytes
+    known = slots >= 0
+    if not LAST:
+        known = known & (block < end)
+    data = gl.where(known, data, zeros)
+    return data, gl.where(known, all_data - row * (LAYOUT.data_bytes - LAYOUT.scale_bytes), 0)
 
 
 @gluon.jit
@@ -732,43 +741,22 @@ def copy_half(SIDE: gl.constexpr, where, keys):
 
 
 @gluon.jit
-def load_half(SIDE: gl.constexpr, where, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
-    """Codes of one half, and their scales; of two layouts of the one that a block has."""
-    if WINDOW.name == ENTRIES.name:
-        return load_codes(SIDE, where, WINDOW), load_scales(SIDE, where, WINDOW)
-    else:
-        if where[2]:
-            codes = load_codes(SIDE, where, WINDOW)
-            scales = load_scales(SIDE, where, WINDOW)
-        else:
-            codes = load_codes(SIDE, where, ENTRIES)
-            scales = load_scales(SIDE, where, ENTRIES)
-        return codes, scales
-
-
-@gluon.jit
 def load_codes(SIDE: gl.constexpr, where, LAYOUT: gl.constexpr):
-    """Codes of one half in four parts of 64, int32 [keys, 4, 4] each.
+    """Codes of one half in four parts of 64, int32 [keys, 4, 4], or [keys, 4, 2] of four bits each.
 
-    v4: the last 64 values are bf16 [keys, 4, 8]. v41_fp4: two parts each are in one, the third is scales, the last one holds nothing.
+    v4: the last 64 values are bf16 [keys, 4, 8].
     """
     KEYS: gl.constexpr = where[0].shape[0]
-    WIDE: gl.constexpr = code_layout(4, KEYS)
-    words = where[0].to(gl.pointer_type(gl.int32)) + SIDE * (32 if LAYOUT.name == "v41_fp4" else 64)
-    if LAYOUT.name == "v41_fp4":
-        scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32)) + SIDE * 4
-        return load_pair(words), load_pair(words + 16), load_words(scales, WIDE, 0), gl.zeros([KEYS, 4, 4], gl.int32, WIDE)
-    else:
-        LAST: gl.constexpr = code_layout(8, KEYS) if LAYOUT.name == "v4" and SIDE == 1 else WIDE
-        return load_words(words, WIDE), load_words(words + 16, WIDE), load_words(words + 32, WIDE), load_words(words + 48, LAST)
-
-
-@gluon.jit
-def load_pair(words):
-    """Two parts of four-bit codes, in the order of their registers, so that they are where the codes of another layout would be."""
-    KEYS: gl.constexpr = words.shape[0]
-    pair = gl.join(load_words(words, code_layout(2, KEYS)), load_words(words + 8, code_layout(2, KEYS))).permute((0, 1, 3, 2))
-    return gl.convert_layout(gl.reshape(pair, [KEYS, 4, 4]), code_layout(4, KEYS), assert_trivial=True)
+    WORDS: gl.constexpr = 2 if LAYOUT.name == "v41_fp4" else 4  # of a thread's codes
+    PART: gl.constexpr = code_layout(WORDS, KEYS)
+    LAST: gl.constexpr = code_layout(8, KEYS) if LAYOUT.name == "v4" and SIDE == 1 else PART
+    words = where[0].to(gl.pointer_type(gl.int32)) + SIDE * 16 * WORDS
+    return (
+        load_words(words, PART),
+        load_words(words + 4 * WORDS, PART),
+        load_words(words + 8 * WORDS, PART),
+        load_words(words + 12 * WORDS, LAST),
+    )
 
 
 @gluon.jit
@@ -783,39 +771,25 @@ def load_words(data, LAYOUT: gl.constexpr, STEP: gl.constexpr = 1):
 
 @gluon.jit
 def load_scales(SIDE: gl.constexpr, where, LAYOUT: gl.constexpr):
-    """Scales of one half in words int32 [keys]: one (v4) or two; of v41_fp4 the first, twice, as all four lie beside the codes."""
-    WORDS: gl.constexpr = 1 if LAYOUT.name == "v4" else 2 if LAYOUT.name == "v41" else 4
-    scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32)) + SIDE * WORDS
-    first = gl.load(scales)
-    if WORDS == 1:
-        return (first,)
-    elif WORDS == 2:
-        return first, gl.load(scales + 1)
+    """Scales of one half, in words: int32 [keys] one (v4) or two (v41), or [keys, 4, 4] all four (v41_fp4)."""
+    scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32))
+    if LAYOUT.name == "v4":
+        return (gl.load(scales + SIDE),)
+    elif LAYOUT.name == "v41":
+        return gl.load(scales + SIDE * 2), gl.load(scales + (SIDE * 2 + 1))
     else:
-        return first, first
+        gl.static_assert(LAYOUT.name == "v41_fp4")
+        return (load_words(scales + SIDE * 4, code_layout(4, where[0].shape[0]), 0),)
 
 
 @gluon.jit
-def convert_half(SIDE: gl.constexpr, codes, scales, in_window, keys, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
+def convert_half(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr):
     """Write one half of a block as bf16 into shared memory."""
-    if WINDOW.name == ENTRIES.name:
-        convert_codes(SIDE, codes, scales, keys, WINDOW)
-    else:
-        if in_window:
-            convert_codes(SIDE, codes, scales, keys, WINDOW)
-        else:
-            convert_codes(SIDE, codes, scales, keys, ENTRIES)
-
-
-@gluon.jit
-def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr):
     KEYS: gl.constexpr = keys.shape[0]
-    NARROW: gl.constexpr = code_layout(2, KEYS)
     values = ()
     for i in gl.static_range(4):
         if LAYOUT.name == "v41_fp4":
-            pair = gl.split(gl.reshape(codes[i // 2], [KEYS, 4, 2, 2]).permute((0, 1, 3, 2)))
-            part = convert_e2m1(gl.convert_layout(pair[i % 2], NARROW, assert_trivial=True), pick_scale_of_16(codes[2], i, NARROW))
+            part = convert_e2m1(codes[i], pick_scale_of_16(scales[0], i, code_layout(2, KEYS)))
         elif LAYOUT.name == "v4" and SIDE == 1 and i == 3:
             part = codes[3]
         else:
