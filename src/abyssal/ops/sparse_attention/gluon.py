@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,7 +24,7 @@ from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys
-from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, combine, fixed_splits, multiprocessors, new_partial
+from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, fixed_splits, multiprocessors
 
 BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them
@@ -37,6 +38,7 @@ BLOCK_COST = {64: 2.8, 32: 1.5}  # of one more block, by its keys
 COMBINE_COST = 1.7  # of the second launch
 READ_COST = 0.3  # of its reading up to 16 parts of a head at once
 PART_COST = 0.03  # of writing and reading one part
+COMBINE_PROGRAMS = 64  # of the second launch, where they can be so few: the next kernel finds multiprocessors that are free
 SMALL_PARTS = 40  # with blocks of 32 keys more splits paid up to so many parts in all; above, at most 8 splits did
 
 
@@ -69,6 +71,19 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     return min((LaunchConfig(Splits(count, None), keys) for keys in most for count in range(1, most[keys] + 1)), key=cost)
 
 
+class Partial(NamedTuple):
+    """Where programs that see a part of a token's keys leave their results; with one split there are none."""
+
+    out: Tensor  # fp16 [T, count, H, 512], each half of a row relative to its largest magnitude; columns as `part_column` has them
+    rows: Tensor  # fp32 [T, count, H, 4]: largest score, base 2, and sum of weights relative to it; largest magnitude of each half
+
+    @classmethod
+    def empty(cls, q: Tensor, count: int) -> Partial:
+        tokens, heads, dim = q.shape if count > 1 else (0, 0, HEAD_DIM)
+        out = torch.empty(tokens, count, heads, dim, dtype=torch.float16, device=q.device)
+        return cls(out, torch.empty(tokens, count, heads, 4, dtype=torch.float32, device=q.device))
+
+
 def bringing_warps(window: Layout, entries: Layout) -> int:
     """Warps that bring records: eight where they are widened; bf16 is copied a little faster by four."""
     return 4 if window.grid is None else 8
@@ -97,7 +112,7 @@ def sparse_attention(
         widths = (window.slots.shape[1], entries.slots.shape[1])
         config = launch_config(tokens, heads, widths, multiprocessors(q.device), batch_invariant)
     splits = config.splits
-    partial = new_partial(q, splits.count)
+    partial = Partial.empty(q, splits.count)
     tiles = tokens * splits.count * -(-heads // BLOCK_HEADS)
     attend_kernel[(min(tiles, multiprocessors(q.device)),)](
         q,
@@ -113,8 +128,7 @@ def sparse_attention(
         out.stride(1),
         lse,
         partial.out,
-        partial.lse,
-        partial.scale,
+        partial.rows,
         heads,
         tiles,
         splits.count,
@@ -135,6 +149,18 @@ def sparse_attention(
     if splits.count > 1:
         combine(partial, splits, sink, out, lse)
     return out, lse
+
+
+def combine(partial: Partial, splits: Splits, sink: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge the parts of every query and add the sink; with splits of a fixed size the order does not depend on their number."""
+    tokens, count, heads, _ = partial.out.shape
+    halves = 2 * tokens * heads
+    warps = min(16, max(1, next_power_of_2(halves // COMBINE_PROGRAMS)))
+    block = COMBINE_BLOCK if splits.blocks else min(32 if warps < 16 else 16, next_power_of_2(count))
+    combine_kernel[(-(-halves // warps),)](
+        *partial, sink, out, out.stride(0), out.stride(1), lse, halves, count,
+        H=heads, BLOCK=block, ROWS=warps, num_warps=warps, launch_pdl=True,
+    )  # fmt: skip
 
 
 @cache
@@ -202,13 +228,12 @@ class Keys(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where results go: rows of the output, or of parts, and their log-sum-exp."""
+    """Where results go: rows of the output and their log-sum-exp, or of parts and what `Partial` keeps of each row."""
 
     rows: Any
     stride_t: Any
     stride_h: Any
-    lse: Any
-    scale: Any  # of parts
+    of_rows: Any
 
 
 class Barriers(NamedTuple):
@@ -257,8 +282,7 @@ def attend_kernel(
     out_stride_h,
     lse,
     partial_out,
-    partial_lse,
-    partial_scale,
+    partial_rows,
     H,
     tiles,
     count,
@@ -295,14 +319,12 @@ def attend_kernel(
     of_end = Barriers(allocate_barriers(1), allocate_barriers(1))
     p_full = allocate_barriers(2)
     fence_async_shared()
-    gdc_wait()  # launched while the kernel before may still run
-    gdc_launch_dependents()  # what follows waits for this kernel's end by itself
 
     work = Work(window_lengths, entry_lengths, H, tiles, count, split_blocks)
     queries = Queries(q, q_stride_t, q_stride_h)
-    to = Output(out, out_stride_t, out_stride_h, lse, lse)
+    to = Output(out, out_stride_t, out_stride_h, lse)
     if PARTIAL:
-        to = Output(partial_out, 0, D, partial_lse, partial_scale)
+        to = Output(partial_out, 0, D, partial_rows)
     window = Keys(window_slots, window_slots_stride, window_width, window_pages, window_page_stride)
     entries = Keys(entry_slots, entry_slots_stride, entry_width, entry_pages, entry_page_stride)
     gl.warp_specialize(
@@ -377,6 +399,8 @@ def weigh_and_add(
     ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
     n = 0  # blocks of earlier tiles
     parity = 0
+    gdc_wait()  # every role: launched while the kernel before may still run
+    gdc_launch_dependents()  # what follows waits for this kernel's end by itself
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
@@ -411,43 +435,31 @@ def weigh_and_add(
         else:
             mbarrier.arrive(of_q.empty.index(0))
 
-        b_lse = top + gl.log2(total)  # -inf without keys
-        factor = 1.0 / gl.where(total > 0, total, 1.0)
         rows = gl.arange(0, 64, layout=ROWS)
         in_range = rows < work.heads - first_head
-        part = part_of(token, split, work, PARTIAL)
-        of_rows = part * work.heads + first_head + rows
-        if not PARTIAL:
+        if PARTIAL:
+            part = part_of(token, split, work)
+            of_rows = to.of_rows + ((part * work.heads + first_head) + rows) * 4
+            gl.store(of_rows, top, mask=in_range)
+            gl.store(of_rows + 1, total, mask=in_range)
+            store_part(0, acc, to, part, first_head, work.heads)
+        else:
+            b_lse = top + gl.log2(total)  # -inf without keys
             b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
             share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
-            factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
-        mbarrier.wait(of_end.empty.index(0), parity)
-        if PARTIAL:
-            largest = gl.maximum(gl.convert_layout(largest_of_rows(acc), ROWS), factors.index(3).load(ROWS))
-            gl.store(to.scale + of_rows, largest * factor, mask=in_range)
-            factor = 1.0 / largest
-        factors.index(2).store(factor)
-        mbarrier.arrive(of_end.full.index(0))
+            factor = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
+            mbarrier.wait(of_end.empty.index(0), parity)
+            factors.index(2).store(factor)
+            mbarrier.arrive(of_end.full.index(0))
+            gl.store(to.of_rows + token.to(gl.int64) * work.heads + first_head + rows, b_lse * 0.6931471805599453, mask=in_range)
+            store_half(0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, first_head, work.heads)
         parity ^= 1
-        gl.store(to.lse + of_rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=in_range)
-        if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-            of_acc = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
-            store_half(0, acc, of_acc, to, token, part, first_head, work.heads, PARTIAL)
 
 
 @gluon.jit
-def largest_of_rows(acc):
-    """Largest magnitude of each row; not 0, as rows are divided by it."""
-    return gl.maximum(gl.max(gl.abs(acc), axis=1), 1e-30)
-
-
-@gluon.jit
-def part_of(token, split, work, PARTIAL: gl.constexpr):
-    """Index of a tile's part among all parts; without splits, of its token."""
-    if PARTIAL:
-        return token.to(gl.int64) * work.count + split
-    else:
-        return token.to(gl.int64)
+def part_of(token, split, work):
+    """Index of a tile's part among all parts."""
+    return token.to(gl.int64) * work.count + split
 
 
 @gluon.jit
@@ -492,6 +504,7 @@ def add_right(
     """Add weights times records to the right half of the output; bring the first tile's queries, as there is nothing to add yet."""
     n = 0  # blocks of earlier tiles
     parity = 0
+    gdc_wait()
     copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
@@ -513,29 +526,44 @@ def add_right(
         n += blocks
 
         if PARTIAL:
-            factors.index(3).store(largest_of_rows(acc))
-        mbarrier.arrive(of_end.empty.index(0))
-        mbarrier.wait(of_end.full.index(0), parity)
-        parity ^= 1
-        factor = factors.index(2).load(gl.SliceLayout(1, OUTPUT))
-        if not PARTIAL or blocks > 0:
-            part = part_of(token, split, work, PARTIAL)
-            store_half(1, acc, factor, to, token, part, first_head, work.heads, PARTIAL)
+            store_part(1, acc, to, part_of(token, split, work), first_head, work.heads)
+        else:
+            mbarrier.arrive(of_end.empty.index(0))
+            mbarrier.wait(of_end.full.index(0), parity)
+            parity ^= 1
+            store_half(1, acc, factors.index(2).load(gl.SliceLayout(1, OUTPUT)), to, token, first_head, work.heads)
 
 
 @gluon.jit
-def store_half(SIDE: gl.constexpr, acc, factor, to, token, part, first_head, heads, PARTIAL: gl.constexpr):
-    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 of 16 bits."""
+def store_half(SIDE: gl.constexpr, acc, factor, to, token, first_head, heads):
+    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 of bf16."""
     TYPE: gl.constexpr = to.rows.dtype.element_ty
     ROWS: gl.constexpr = OUTPUT_ROWS if TYPE.primitive_bitwidth == 16 else OUTPUT
-    if PARTIAL:
-        out_row = to.rows + (part * heads + first_head) * to.stride_h
-    else:
-        out_row = to.rows + token.to(gl.int64) * to.stride_t + first_head.to(gl.int64) * to.stride_h
+    out_row = to.rows + token.to(gl.int64) * to.stride_t + first_head.to(gl.int64) * to.stride_h
     values = gl.convert_layout((acc * gl.expand_dims(factor, 1)).to(TYPE), ROWS)
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
-    columns = gl.expand_dims(SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS)), 0)
-    gl.store(gl.expand_dims(out_row + rows * to.stride_h, 1) + columns, values, mask=gl.expand_dims(rows < heads - first_head, 1))
+    store_rows(values, out_row + SIDE * HALF, to.stride_h, heads - first_head)
+
+
+@gluon.jit
+def store_part(SIDE: gl.constexpr, acc, to, part, first_head, heads):
+    """Write one half of a part, each row relative to its largest magnitude, and that. Threads store values where they have them."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
+    first_row = part * heads + first_head
+    rows = gl.arange(0, 64, layout=ROWS)
+    largest = gl.maximum(gl.max(gl.abs(acc), axis=1), 1e-30)
+    gl.store(to.of_rows + (first_row + rows) * 4 + (2 + SIDE), largest, mask=rows < heads - first_head)
+    values = (acc * gl.expand_dims(1.0 / largest, 1)).to(gl.float16)
+    values = gl.reshape(gl.reshape(values, [64, 8, 4, 4, 2]).permute((0, 1, 3, 2, 4)), [64, HALF])
+    values = gl.convert_layout(values, OUTPUT_ROWS, assert_trivial=True)
+    store_rows(values, to.rows + first_row * to.stride_h + SIDE * HALF, to.stride_h, heads - first_head)
+
+
+@gluon.jit
+def store_rows(values, out, stride, count):
+    LAYOUT: gl.constexpr = values.type.layout
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    gl.store(gl.expand_dims(out + rows * stride, 1) + columns, values, mask=gl.expand_dims(rows < count, 1))
 
 
 @gluon.jit
@@ -566,6 +594,7 @@ def bring_blocks(
     BLOCK: gl.constexpr = left.shape[1]
     n = 0  # blocks of earlier tiles
     parity = 0
+    gdc_wait()
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
         rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
@@ -775,6 +804,68 @@ def load_scale_word(scales, after, THREADS: gl.constexpr):
     return gl.load(gl.expand_dims(scales, 1) + (v // THREADS + after))
 
 
+@gluon.jit(do_not_specialize=["halves", "count"])
+def combine_kernel(
+    partial_out, partial_rows, sink, out, out_stride_t, out_stride_h, lse, halves, count,
+    H: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Weighted means of the parts of ROWS half rows, one in each warp, BLOCK parts at a time: those without keys change no bit."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, BLOCK, 8], [1, 1, 32], [ROWS, 1, 1], [2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [ROWS, 1], [1, 0])
+    OUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    half = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LANES))
+    in_range = half < halves
+    half = gl.minimum(half, halves - 1)
+    side = half % 2
+    token, head = half // 2 // H, half // 2 % H
+    b_sink = gl.load(sink + head)
+    first = token.to(gl.int64) * count * H + head
+    n = gl.expand_dims(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LANES)), 0)
+    d = gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT))
+    of_rows = gl.expand_dims(partial_rows + first * 4, 1) + n * (4 * H)
+    of_scale = gl.expand_dims(2 + side, 1)
+    of_out = gl.convert_layout(partial_out + first * (2 * HALF) + side * HALF, gl.SliceLayout(1, OUT))
+    of_out = gl.expand_dims(gl.expand_dims(of_out, 1) + gl.expand_dims(d, 0), 1)
+    n_out = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
+    of_out = of_out + n_out * (2 * HALF * H)
+    out_row = out + token.to(gl.int64) * out_stride_t + head.to(gl.int64) * out_stride_h + side * HALF
+    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LANES))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LANES))
+    acc = gl.zeros([ROWS, HALF], gl.float32, OUT)
+    gdc_wait()  # launched while the parts are still being written
+    gdc_launch_dependents()
+    for start in range(0, count, BLOCK):
+        b_top = gl.load(of_rows, mask=n < count - start, other=float("-inf"))
+        b_total = gl.load(of_rows + 1, mask=n < count - start, other=0.0)
+        b_scale = gl.load(of_rows + of_scale, mask=n < count - start, other=0.0)
+        b_out = gl.load(of_out, mask=n_out < count - start, other=0.0)
+        new_top = gl.maximum(top, gl.max(b_top, axis=1))
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+        keep = gl.exp2(top - base)
+        weight = gl.exp2(b_top - gl.expand_dims(base, 1))
+        factor = gl.convert_layout(weight * b_scale, gl.SliceLayout(2, LAYOUT))
+        total = total * keep + gl.sum(weight * b_total, axis=1)
+        acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUT)), 1)
+        acc += gl.sum(b_out.to(gl.float32) * gl.expand_dims(factor, 2), axis=1)
+        top = new_top
+        of_rows += BLOCK * 4 * H
+        of_out += BLOCK * 2 * HALF * H
+    b_lse = top + gl.log2(total)
+    share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
+    share = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
+    values = (acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUT)), 1)).to(out.dtype.element_ty)
+    out_row = gl.expand_dims(gl.convert_layout(out_row, gl.SliceLayout(1, OUT)), 1)
+    mask = gl.expand_dims(gl.convert_layout(in_range, gl.SliceLayout(1, OUT)), 1)
+    gl.store(out_row + gl.expand_dims(part_column(d), 0), values, mask=mask)
+    gl.store(lse + half // 2, b_lse * 0.6931471805599453, mask=in_range & (side == 0))
+
+
+@gluon.jit
+def part_column(d):
+    """Where parts have column d: a thread's pairs in four neighbouring tiles of 8 columns lie side by side. Also the other way round."""
+    return d // 32 * 32 + d // 2 % 4 * 8 + d // 8 % 4 * 2 + d % 2
+
+
 @gluon.jit
 def convert_half(SIDE: gl.constexpr, codes, scales, in_window, keys, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
     """Write one half of a block as bf16 into shared memory."""
@@ -921,7 +1012,7 @@ def aot_cases() -> list[AotCase]:
     """Every pair of layouts, with splits and without, and blocks of 32 keys."""
     pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("window_pages", "entry_pages", "zeros"), "*u8")
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
-    pointers |= dict.fromkeys(("sink", "lse", "partial_lse", "partial_scale"), "*fp32") | {"partial_out": "*fp16"}
+    pointers |= dict.fromkeys(("sink", "lse", "partial_rows"), "*fp32") | {"partial_out": "*fp16"}
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
     numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks")
