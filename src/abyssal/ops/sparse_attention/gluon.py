@@ -38,7 +38,7 @@ BLOCK_COST = {64: 2.8, 32: 1.5}  # of one more block, by its keys
 COMBINE_COST = 1.7  # of the second launch
 READ_COST = 0.3  # of its reading up to 16 parts of a head at once
 PART_COST = 0.03  # of writing and reading one part
-COMBINE_PROGRAMS = 64  # of the second launch, where they can be so few: the next kernel finds multiprocessors that are free
+COMBINE_WARPS = 1024  # of the second launch, if they can be so few, in 64 programs: the next kernel finds free multiprocessors
 SMALL_PARTS = 40  # with blocks of 32 keys more splits paid up to so many parts in all; above, at most 8 splits did
 
 
@@ -154,12 +154,14 @@ def sparse_attention(
 def combine(partial: Partial, splits: Splits, sink: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge the parts of every query and add the sink; with splits of a fixed size the order does not depend on their number."""
     tokens, count, heads, _ = partial.out.shape
-    halves = 2 * tokens * heads
-    warps = min(16, max(1, next_power_of_2(halves // COMBINE_PROGRAMS)))
-    block = COMBINE_BLOCK if splits.blocks else min(32 if warps < 16 else 16, next_power_of_2(count))
-    combine_kernel[(-(-halves // warps),)](
-        *partial, sink, out, out.stride(0), out.stride(1), lse, halves, count,
-        H=heads, BLOCK=block, ROWS=warps, num_warps=warps, launch_pdl=True,
+    rows = tokens * heads
+    columns = min(HEAD_DIM // 2, max(64, next_power_of_2(rows * HEAD_DIM // COMBINE_WARPS)))
+    pieces = rows * HEAD_DIM // columns
+    warps = min(16, next_power_of_2(-(-pieces * 16 // COMBINE_WARPS)))
+    block = COMBINE_BLOCK if splits.blocks else min(next_power_of_2(count), 16 if columns > 128 else 32)
+    combine_kernel[(-(-pieces // warps),)](
+        *partial, sink, out, out.stride(0), out.stride(1), lse, pieces, count,
+        H=heads, D=HEAD_DIM, BLOCK=block, WARPS=warps, COLUMNS=columns, num_warps=warps, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -594,16 +596,19 @@ def bring_blocks(
     BLOCK: gl.constexpr = left.shape[1]
     n = 0  # blocks of earlier tiles
     parity = 0
-    gdc_wait()
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
         rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
-        window_length = gl.load(work.window_lengths + token)
-        entry_length = gl.load(work.entry_lengths + token)
         # Most lists are full: their slots need not wait for the lengths.
         lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
-        first_slots = block_slots(0, lists, BLOCK)
-        slots = block_slots(1, lists, BLOCK)
+        first_pointers, first_mask = slot_pointers(0, lists, BLOCK)
+        pointers, mask = slot_pointers(1, lists, BLOCK)
+        if tile < gl.num_programs(0):
+            gdc_wait()  # now that addresses are known
+        window_length = gl.load(work.window_lengths + token)
+        entry_length = gl.load(work.entry_lengths + token)
+        first_slots = gl.load(first_pointers, mask=first_mask, other=-1)
+        slots = gl.load(pointers, mask=mask, other=-1)
         if tile >= gl.num_programs(0):
             mbarrier.wait(of_q.empty.index(0), parity)
             parity ^= 1
@@ -684,11 +689,17 @@ def bring_tile(
 @gluon.jit
 def block_slots(block, lists, BLOCK: gl.constexpr):
     """Slots of a block, -1 beyond its list's end."""
+    pointers, mask = slot_pointers(block, lists, BLOCK)
+    return gl.load(pointers, mask=mask, other=-1)
+
+
+@gluon.jit
+def slot_pointers(block, lists, BLOCK: gl.constexpr):
     window_row, window_end, entry_row, entry_end, window_blocks = lists
     in_window = block < window_blocks
     KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))  # one value per key
     n = block * BLOCK + gl.arange(0, BLOCK, layout=KEYS)
-    return gl.load((window_row if in_window else entry_row) + n, mask=n < (window_end if in_window else entry_end), other=-1)
+    return (window_row if in_window else entry_row) + n, n < (window_end if in_window else entry_end)
 
 
 @gluon.jit
@@ -804,60 +815,70 @@ def load_scale_word(scales, after, THREADS: gl.constexpr):
     return gl.load(gl.expand_dims(scales, 1) + (v // THREADS + after))
 
 
-@gluon.jit(do_not_specialize=["halves", "count"])
+@gluon.jit(do_not_specialize=["pieces", "count"])
 def combine_kernel(
-    partial_out, partial_rows, sink, out, out_stride_t, out_stride_h, lse, halves, count,
-    H: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
+    partial_out, partial_rows, sink, out, out_stride_t, out_stride_h, lse, pieces, count,
+    H: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Weighted means of the parts of ROWS half rows, one in each warp, BLOCK parts at a time: those without keys change no bit."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, BLOCK, 8], [1, 1, 32], [ROWS, 1, 1], [2, 1, 0])
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [ROWS, 1], [1, 0])
-    OUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    half = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LANES))
-    in_range = half < halves
-    half = gl.minimum(half, halves - 1)
-    side = half % 2
-    token, head = half // 2 // H, half // 2 % H
+    """Weighted means of the parts of rows, COLUMNS of a row in each warp, BLOCK parts at a time; those without keys change no bit."""
+    PARTS: gl.constexpr = gl.BlockedLayout([1, BLOCK, COLUMNS // 32], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
+    OUT: gl.constexpr = gl.SliceLayout(1, PARTS)  # of a warp
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])  # of a part of each lane
+    ROW: gl.constexpr = gl.SliceLayout(1, LANES)
+    piece = gl.program_id(0) * WARPS + gl.arange(0, WARPS, layout=ROW)
+    in_range = piece < pieces
+    piece = gl.minimum(piece, pieces - 1)
+    row, first_column = piece // (D // COLUMNS), piece % (D // COLUMNS) * COLUMNS
+    token, head = row // H, row % H
     b_sink = gl.load(sink + head)
     first = token.to(gl.int64) * count * H + head
     n = gl.expand_dims(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LANES)), 0)
-    d = gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT))
     of_rows = gl.expand_dims(partial_rows + first * 4, 1) + n * (4 * H)
-    of_scale = gl.expand_dims(2 + side, 1)
-    of_out = gl.convert_layout(partial_out + first * (2 * HALF) + side * HALF, gl.SliceLayout(1, OUT))
-    of_out = gl.expand_dims(gl.expand_dims(of_out, 1) + gl.expand_dims(d, 0), 1)
-    n_out = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
-    of_out = of_out + n_out * (2 * HALF * H)
-    out_row = out + token.to(gl.int64) * out_stride_t + head.to(gl.int64) * out_stride_h + side * HALF
-    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LANES))
-    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LANES))
-    acc = gl.zeros([ROWS, HALF], gl.float32, OUT)
-    gdc_wait()  # launched while the parts are still being written
-    gdc_launch_dependents()
+    of_scale = gl.expand_dims(2 + first_column // HALF, 1)
+    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT)), 0)
+    m = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, PARTS))), 0), 2)
+    of_out = gl.convert_layout(partial_out + first * D + first_column, OUT_ROW)
+    of_out = gl.expand_dims(gl.expand_dims(of_out, 1) + column, 1) + m * (D * H)
+    out_row = out + token.to(gl.int64) * out_stride_t + head.to(gl.int64) * out_stride_h + first_column
+    top = gl.full([WARPS], float("-inf"), gl.float32, ROW)
+    total = gl.zeros([WARPS], gl.float32, ROW)
+    acc = gl.zeros([WARPS, COLUMNS], gl.float32, OUT)
     for start in range(0, count, BLOCK):
+        gdc_wait()  # launched while the parts are still being written; in the loop, so that addresses are known before
+        gdc_launch_dependents()
         b_top = gl.load(of_rows, mask=n < count - start, other=float("-inf"))
         b_total = gl.load(of_rows + 1, mask=n < count - start, other=0.0)
         b_scale = gl.load(of_rows + of_scale, mask=n < count - start, other=0.0)
-        b_out = gl.load(of_out, mask=n_out < count - start, other=0.0)
+        b_out = gl.load(of_out, mask=m < count - start, other=0.0)
+        b_top = (b_top.to(gl.int32, bitcast=True) | zero_behind_loads()).to(gl.float32, bitcast=True)
         new_top = gl.maximum(top, gl.max(b_top, axis=1))
         base = gl.where(new_top == float("-inf"), 0.0, new_top)
         keep = gl.exp2(top - base)
         weight = gl.exp2(b_top - gl.expand_dims(base, 1))
-        factor = gl.convert_layout(weight * b_scale, gl.SliceLayout(2, LAYOUT))
         total = total * keep + gl.sum(weight * b_total, axis=1)
-        acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUT)), 1)
+        factor = gl.convert_layout(weight * b_scale, gl.SliceLayout(2, PARTS))
+        acc = acc * gl.expand_dims(gl.convert_layout(keep, OUT_ROW), 1)
         acc += gl.sum(b_out.to(gl.float32) * gl.expand_dims(factor, 2), axis=1)
         top = new_top
         of_rows += BLOCK * 4 * H
-        of_out += BLOCK * 2 * HALF * H
+        of_out += BLOCK * D * H
     b_lse = top + gl.log2(total)
     share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
     share = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
-    values = (acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUT)), 1)).to(out.dtype.element_ty)
-    out_row = gl.expand_dims(gl.convert_layout(out_row, gl.SliceLayout(1, OUT)), 1)
-    mask = gl.expand_dims(gl.convert_layout(in_range, gl.SliceLayout(1, OUT)), 1)
-    gl.store(out_row + gl.expand_dims(part_column(d), 0), values, mask=mask)
-    gl.store(lse + half // 2, b_lse * 0.6931471805599453, mask=in_range & (side == 0))
+    values = acc * gl.expand_dims(gl.convert_layout(share, OUT_ROW), 1)
+    pointers = gl.expand_dims(gl.convert_layout(out_row, OUT_ROW), 1) + part_column(column)
+    gl.store(pointers, values.to(out.dtype.element_ty), mask=gl.expand_dims(gl.convert_layout(in_range, OUT_ROW), 1))
+    gl.store(lse + row, b_lse * 0.6931471805599453, mask=in_range & (first_column == 0))
+
+
+@gluon.jit
+def zero_behind_loads():
+    """0, which no one knows before all loads above are on their way; else the compiler would let some wait for values of others."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; setp.ne.u32 never, 0, 0; bar.red.popc.u32 $0, 0, never; }", "=r", [], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
