@@ -72,10 +72,13 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
 
 
 class Partial(NamedTuple):
-    """Where programs that see a part of a token's keys leave their results; with one split there are none."""
+    """Where programs that see a part of a token's keys leave their results, sums of weights exp2(score - largest score) and of records.
 
-    out: Tensor  # fp16 [T, count, H, 512], each half of a row relative to its largest magnitude; columns as `part_column` has them
-    rows: Tensor  # fp32 [T, count, H, 4]: largest score, base 2, and sum of weights relative to it; largest magnitude of each half
+    Without splits there are none.
+    """
+
+    out: Tensor  # fp16 [T, count, H, 512], a half row relative to its largest magnitude; columns in the order of `part_column`
+    rows: Tensor  # fp32 [T, count, H, 4]: largest score, base 2; sum of weights; largest magnitudes of both halves
 
     @classmethod
     def empty(cls, q: Tensor, count: int) -> Partial:
@@ -1048,4 +1051,9 @@ def aot_cases() -> list[AotCase]:
         reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
 
-    return [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS]
+    pointers = {"partial_out": "*fp16", "partial_rows": "*fp32", "sink": "*fp32", "out": "*bf16", "lse": "*fp32"}
+    aligned = (*pointers, "out_stride_t", "out_stride_h")
+    signature = pointers | dict.fromkeys(("out_stride_t", "out_stride_h", "pieces", "count"), "i32")
+    constants = {"H": 64, "D": HEAD_DIM, "BLOCK": COMBINE_BLOCK, "WARPS": 16, "COLUMNS": HEAD_DIM // 2}
+    merge = AotCase("sparse_attention gluon combine", combine_kernel, signature, constants, 16, 1, aligned, archs=(HOPPER,))
+    return [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS] + [merge]
