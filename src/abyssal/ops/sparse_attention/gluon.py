@@ -1051,9 +1051,9 @@ def aot_cases() -> list[AotCase]:
         reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
 
-    pointers = {"partial_out": "*fp16", "partial_rows": "*fp32", "sink": "*fp32", "out": "*bf16", "lse": "*fp32"}
-    aligned = (*pointers, "out_stride_t", "out_stride_h")
-    signature = pointers | dict.fromkeys(("out_stride_t", "out_stride_h", "pieces", "count"), "i32")
-    constants = {"H": 64, "D": HEAD_DIM, "BLOCK": COMBINE_BLOCK, "WARPS": 16, "COLUMNS": HEAD_DIM // 2}
-    merge = AotCase("sparse_attention gluon combine", combine_kernel, signature, constants, 16, 1, aligned, archs=(HOPPER,))
+    results = {"partial_out": "*fp16", "partial_rows": "*fp32", "sink": "*fp32", "out": "*bf16", "lse": "*fp32"}
+    addresses = (*results, "out_stride_t", "out_stride_h")
+    arguments = results | dict.fromkeys(("out_stride_t", "out_stride_h", "pieces", "count"), "i32")
+    shape = {"H": 64, "D": HEAD_DIM, "BLOCK": COMBINE_BLOCK, "WARPS": 16, "COLUMNS": HEAD_DIM // 2}
+    merge = AotCase("sparse_attention gluon combine", combine_kernel, arguments, shape, 16, 1, addresses, archs=(HOPPER,))
     return [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS] + [merge]
