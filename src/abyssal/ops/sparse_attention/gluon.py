@@ -39,7 +39,7 @@ BLOCK_COST = {64: 2.8, 32: 1.5}  # of one more block, by its keys
 COMBINE_COST = 1.7  # of the second launch
 READ_COST = 0.3  # of its reading up to 16 parts of a head at once
 PART_COST = 0.03  # of writing and reading one part
-COMBINE_WARPS = 1024  # of the second launch, if they can be so few, in 64 programs: the next kernel finds free multiprocessors
+FEW_PARTS = 64 * BLOCK_HEADS  # rows of parts that 64 programs combine: the next kernel finds free multiprocessors; more, by 128
 SMALL_PARTS = 40  # with blocks of 32 keys more splits paid up to so many parts in all; above, at most 8 splits did
 
 
@@ -161,9 +161,10 @@ def combine(partial: Partial, splits: Splits, sink: Tensor, out: Tensor, lse: Te
     """Merge the parts of every query and add the sink; with splits of a fixed size the order does not depend on their number."""
     tokens, count, heads, _ = partial.out.shape
     rows = tokens * heads
-    columns = min(HEAD_DIM // 2, max(64, next_power_of_2(rows * HEAD_DIM // COMBINE_WARPS)))
+    programs = 64 if rows * count <= FEW_PARTS else 128
+    columns = min(HEAD_DIM // 2, max(64, next_power_of_2(rows * HEAD_DIM // (16 * programs))))
     pieces = rows * HEAD_DIM // columns
-    warps = min(16, next_power_of_2(-(-pieces * 16 // COMBINE_WARPS)))
+    warps = min(16, next_power_of_2(-(-pieces // programs)))
     block = COMBINE_BLOCK if splits.blocks else min(next_power_of_2(count), 16 if columns > 128 else 32)
     combine_kernel[(-(-pieces // warps),)](
         *partial, sink, out, out.stride(0), out.stride(1), lse, pieces, count,
@@ -622,7 +623,8 @@ def store_part(SIDE: gl.constexpr, acc, to, part, first_head, heads):
     ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     first_row = part * heads + first_head
     rows = here(gl.arange(0, 64, layout=ROWS))
-    largest = gl.maximum(gl.max(gl.abs(acc), axis=1), 1e-30)
+    largest = gl.convert_layout(gl.max(of_threads(gl.abs(acc), larger), axis=1), ROWS, assert_trivial=True)
+    largest = gl.maximum(largest, 1e-30)
     gl.store(to.of_rows + (first_row + rows) * 4 + (2 + SIDE), largest, mask=rows < heads - first_head)
     values = (acc * gl.expand_dims(1.0 / largest, 1)).to(gl.float16)
     values = gl.reshape(gl.reshape(values, [64, 8, 4, 4, 2]).permute((0, 1, 3, 2, 4)), [64, HALF])
@@ -672,11 +674,12 @@ def bring_records(
         lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
         first_pointers, first_mask = slot_pointers(0, lists, BLOCK)
         pointers, mask = slot_pointers(1, lists, BLOCK)
-        gdc_wait()  # now that addresses are known; done for all tiles but the first
-        window_length = gl.load(work.window_lengths + token)
-        entry_length = gl.load(work.entry_lengths + token)
+        if tile < gl.num_programs(0):
+            gdc_wait()  # now that addresses are known, which the compiler would compute after a wait without a condition
         first_slots = gl.load(first_pointers, mask=first_mask, other=-1)
         slots = gl.load(pointers, mask=mask, other=-1)
+        window_length = gl.load(work.window_lengths + token)
+        entry_length = gl.load(work.entry_lengths + token)
         if (window_length < window.width) | (entry_length < entries.width):
             lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, PARTIAL)
             first_slots = block_slots(0, lists, BLOCK)
@@ -957,13 +960,18 @@ def combine_kernel(
     top = gl.full([WARPS], float("-inf"), gl.float32, ROW)
     total = gl.zeros([WARPS], gl.float32, ROW)
     acc = gl.zeros([WARPS, COLUMNS], gl.float32, OUT)
-    for start in range(0, count, BLOCK):
-        gdc_wait()  # launched while the parts are still being written; in the loop, so that addresses are known before
-        gdc_launch_dependents()
-        b_top = gl.load(of_rows, mask=n < count - start, other=float("-inf"))
-        b_total = gl.load(of_rows + 1, mask=n < count - start, other=0.0)
-        b_scale = gl.load(of_rows + of_scale, mask=n < count - start, other=0.0)
-        b_out = gl.load(of_out, mask=m < count - start, other=0.0)
+    gdc_launch_dependents()  # early: what follows reads no parts, and the kernel that writes them began when all others had ended
+    of_rows -= BLOCK * 4 * H
+    of_out -= BLOCK * D * H
+    # Launched while the parts are still being written, it first rehearses without a part: addresses and instructions come ahead.
+    for start in range(-BLOCK, count, BLOCK):
+        parts = gl.where(start >= 0, count - start, 0)
+        if start >= 0:
+            gdc_wait()
+        b_top = gl.load(of_rows, mask=n < parts, other=float("-inf"))
+        b_total = gl.load(of_rows + 1, mask=n < parts, other=0.0)
+        b_scale = gl.load(of_rows + of_scale, mask=n < parts, other=0.0)
+        b_out = gl.load(of_out, mask=m < parts, other=0.0)
         b_top = (b_top.to(gl.int32, bitcast=True) | zero_behind_loads()).to(gl.float32, bitcast=True)
         new_top = gl.maximum(top, gl.max(b_top, axis=1))
         base = gl.where(new_top == float("-inf"), 0.0, new_top)
