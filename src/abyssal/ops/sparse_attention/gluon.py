@@ -77,7 +77,7 @@ def bringing_warps(window: Layout, entries: Layout) -> int:
     return 4 if window.grid is None else 8
 
 
-class Partial(NamedTuple):
+class Parts(NamedTuple):
     """Where programs that see a part of a token's keys leave their results, sums of weights exp2(score - largest score) and of records.
 
     Without splits there are none.
@@ -87,7 +87,7 @@ class Partial(NamedTuple):
     rows: Tensor  # fp32 [T, count, H, 4]: largest score, base 2; sum of weights; largest magnitudes of both halves
 
     @classmethod
-    def empty(cls, q: Tensor, count: int) -> Partial:
+    def empty(cls, q: Tensor, count: int) -> Parts:
         tokens, heads, dim = q.shape if count > 1 else (0, 0, HEAD_DIM)
         out = torch.empty(tokens, count, heads, dim, dtype=torch.float16, device=q.device)
         return cls(out, torch.empty(tokens, count, heads, 4, dtype=torch.float32, device=q.device))
@@ -118,7 +118,7 @@ def sparse_attention(
         widths = (window.slots.shape[1], entries.slots.shape[1])
         config = launch_config(tokens, heads, widths, multiprocessors(q.device), batch_invariant)
     splits = config.splits
-    partial = Partial.empty(q, splits.count)
+    parts = Parts.empty(q, splits.count)
     tiles = tokens * splits.count * -(-heads // BLOCK_HEADS)
     attend_kernel[(min(tiles, multiprocessors(q.device)),)](
         q,
@@ -133,8 +133,8 @@ def sparse_attention(
         out.stride(0),
         out.stride(1),
         lse,
-        partial.out,
-        partial.rows,
+        parts.out,
+        parts.rows,
         heads,
         tiles,
         splits.count,
@@ -153,13 +153,13 @@ def sparse_attention(
         launch_pdl=True,
     )
     if splits.count > 1:
-        combine(partial, splits, sink, out, lse)
+        combine(parts, splits, sink, out, lse)
     return out, lse
 
 
-def combine(partial: Partial, splits: Splits, sink: Tensor, out: Tensor, lse: Tensor) -> None:
+def combine(parts: Parts, splits: Splits, sink: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge the parts of every query and add the sink; with splits of a fixed size the order does not depend on their number."""
-    tokens, count, heads, _ = partial.out.shape
+    tokens, count, heads, _ = parts.out.shape
     rows = tokens * heads
     programs = 64 if rows * count <= FEW_PARTS else 128
     columns = min(HEAD_DIM // 2, max(64, next_power_of_2(rows * HEAD_DIM // (16 * programs))))
@@ -167,7 +167,7 @@ def combine(partial: Partial, splits: Splits, sink: Tensor, out: Tensor, lse: Te
     warps = min(16, next_power_of_2(-(-pieces // programs)))
     block = COMBINE_BLOCK if splits.blocks else min(next_power_of_2(count), 16 if columns > 128 else 32)
     combine_kernel[(-(-pieces // warps),)](
-        *partial, sink, out, out.stride(0), out.stride(1), lse, pieces, count,
+        *parts, sink, out, out.stride(0), out.stride(1), lse, pieces, count,
         H=heads, D=HEAD_DIM, BLOCK=block, WARPS=warps, COLUMNS=columns, num_warps=warps, launch_pdl=True,
     )  # fmt: skip
 
@@ -234,7 +234,7 @@ class Keys(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where results go: rows of the output and their log-sum-exp, or of parts and what `Partial` keeps of each row."""
+    """Where results go: rows of the output and their log-sum-exp, or of parts and what `Parts` keeps of each row."""
 
     rows: Any
     stride_t: Any
