@@ -743,7 +743,7 @@ def bring_blocks(
         came = gl.max(left_codes[0], axis=2)
         for i in gl.static_range(1, len(left_codes)):
             came |= gl.max(left_codes[i], axis=2)
-        came = gl.max(came, axis=1) | slots | left_scales[0]
+        came = gl.convert_layout(gl.max(came, axis=1), slots.type.layout, assert_trivial=True) | slots | left_scales[0]
         if LAYOUT.name == "v41":
             came |= left_scales[1]
         right_codes, right_scales = load_half(1, where, nothing(came, never), LAYOUT)
