@@ -104,10 +104,14 @@ def sparse_attention(
     out: Tensor | None = None,
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `sparse_attention.triton.sparse_attention`, on sm_90."""
+    """As `sparse_attention.triton.sparse_attention`, on sm_90.
+
+    Raises:
+        ValueError: also a scale that is not positive.
+    """
     check(q, window, entries, sink)
     if not scale > 0:
-        raise ValueError(f"scale must be positive, not {scale}: masks are added before scaling")
+        raise ValueError(f"scale must be positive, not {scale}: scores are masked before they are scaled")
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
