@@ -33,14 +33,13 @@ NUM_WARPS = 4  # of the role that weighs; four more add the right half
 ADD_REGISTERS = 160
 BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
 
-# Microseconds, fitted to 25 measured launches of 1 to 16 queries with 640 keys each.
-START_COST = 5.4  # of one program (launch, queries, first records, result)
-BLOCK_COST = {64: 2.8, 32: 1.5}  # of one more block, by its keys
-COMBINE_COST = 1.7  # of the second launch
-READ_COST = 0.3  # of its reading up to 16 parts of a head at once
+# Microseconds, fitted to 37 measured launches with splits, of 1 to 64 queries, with an error of 10 % at most.
+START_COST = 4.2  # of one program (launch, queries, first records, result)
+BLOCK_COST = {64: 2.45, 32: 1.5}  # of one block, by its keys
+COMBINE_COST = 0.4  # of the second launch
+READ_COST = 0.45  # of its reading 32 more parts of a head
 PART_COST = 0.03  # of writing and reading one part
 FEW_PARTS = 64 * BLOCK_HEADS  # rows of parts that 64 programs combine: the next kernel finds free multiprocessors; more, by 128
-SMALL_PARTS = 40  # with blocks of 32 keys more splits paid up to so many parts in all; above, at most 8 splits did
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +64,10 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     def cost(config: LaunchConfig) -> float:
         count, keys = config.splits.count, config.block_keys
         waves = -(-programs * count // sms)
-        parts = COMBINE_COST + READ_COST * -(-count // COMBINE_BLOCK) + PART_COST * programs * count if count > 1 else 0
+        parts = COMBINE_COST + READ_COST * ((count - 1) // 32) + PART_COST * programs * count if count > 1 else 0
         return waves * (START_COST + -(-blocks[keys] // count) * BLOCK_COST[keys]) + parts
 
-    most = {64: blocks[64], 32: min(blocks[32], max(8, SMALL_PARTS // programs))}
-    return min((LaunchConfig(Splits(count, None), keys) for keys in most for count in range(1, most[keys] + 1)), key=cost)
+    return min((LaunchConfig(Splits(count, None), keys) for keys in blocks for count in range(1, blocks[keys] + 1)), key=cost)
 
 
 def bringing_warps(window: Layout, entries: Layout) -> int:
