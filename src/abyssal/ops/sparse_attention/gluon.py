@@ -329,7 +329,7 @@ def attend_kernel(
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
     bias = gl.allocate_shared_memory(gl.float32, [4, BLOCK], SHARED_ROW)
     factors = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
-    never = gl.allocate_shared_memory(gl.int32, [BLOCK], SHARED_ROW)
+    never = gl.allocate_shared_memory(gl.int32, [BLOCK], SHARED_ROW)  # zeros, see `nothing`
     never.store(gl.zeros([BLOCK], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
     of_q = Barriers(allocate_barriers(1), allocate_barriers(1))
     of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
