@@ -1,0 +1,663 @@
+# mypy: allow-untyped-defs
+"""A mixing site of many tokens in one launch, on Hopper: every value is read once and written once, weights stay in registers.
+
+A group of programs takes every G-th tile of 16 tokens. Of each tile a slice holds 128 columns of all four streams in shared memory from
+their expansion until the coefficients of the tile's tokens are known, LAG tiles later; a few more programs of the group, the
+finishers, add up what the slices found and compute the coefficients. One kind of sum is enough for both, as `triton.py` beside this
+tells. A group waits for itself only, and its programs follow each other in the grid: a launch makes progress as soon as one
+group runs side by side.
+
+What programs hand to each other carries a tag in the same word of 8 or 16 bytes, which differs from tile to tile and from launch to
+launch: a reader knows by it that the word has arrived, without fences, counters or anything to reset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from abyssal.ops.hyper_connection import Site
+from abyssal.ops.hyper_connection.triton import _collapse, _expand, _float, _own_pre, _sigmoid, _sinkhorn, _store_each
+
+TILE = gl.constexpr(16)  # tokens
+SLICE = gl.constexpr(128)  # columns
+WARPS = gl.constexpr(8)
+RING = gl.constexpr(16)  # tiles in the hand-over state, more than LAG
+ENTRIES = gl.constexpr(208)  # words of 16 bytes that a slice hands over per tile
+IN_FLIGHT = gl.constexpr(20)  # slices of which a finisher loads words at a time
+
+# Eight columns of a token per thread; a warp has 8 tokens x 32 columns, which is an operand of two products of depth 16.
+BLOCKED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [2, 4], [1, 0]))
+COLUMN = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [2, 4], [1, 0]))
+COPY_COMB = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
+COPY_POST = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0]))
+# Four sums that are handed over by one thread.
+PARTS = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 2], [0, 4]], [[0, 1], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0], [16, 0]], [], [32, 32])
+)
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+TILE_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
+PARTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 4, [1, 0]))
+PLAIN_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+PLAIN_1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+def _products(own_pre: bool) -> str:
+    """Eight sums over the 32 columns of a warp: 3 x 2 coefficients, then two sums of squares or products of streams, and with own pre
+    eight more of these.
+
+    Inputs: 24 weight tensors (stream, coefficients 8 m.., high and low half), 4 streams, without own pre the collapsed vector.
+    Row g of a product is coefficient 8 m + g by its high half and row g + 8 by its low half, column n is token n; both are added.
+    Sums of products of streams are products of all tokens with all, of which a thread whose columns have its own token keeps one.
+    """
+    outputs = 16 if own_pre else 8
+    weight = outputs
+    stream = weight + 24 * 4
+    lines = [".reg .f32 p<12>, g<20>; .reg .pred odd; .reg .b32 lane;", "mov.u32 lane, %laneid; and.b32 lane, lane, 4; setp.ne.u32 odd, lane, 0;"]
+    started: set[str] = set()
+
+    def multiply(to: list[str], a: list[str], b: list[str]) -> None:
+        old = ["0f00000000"] * 4 if to[0] not in started else to
+        started.add(to[0])
+        lines.append(
+            f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{', '.join(to)}}}, {{{', '.join(a)}}}, {{{', '.join(b)}}}, "
+            f"{{{', '.join(old)}}};"
+        )
+
+    def register(first: int, index: int, pair: int) -> str:
+        return f"${first + 4 * index + pair}"
+
+    if own_pre:
+        squares = [(0, 1, 0), (2, 3, 0), (1, 2, 1), (2, 3, 2), (3, 1, 3)]
+        to = [0, 1, 2, 3, 4]
+    else:
+        squares = [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 4)]
+        to = [0, 0, 0, 0, 1]
+    for k in range(4):
+        for s in (0, 2):
+            b = [register(stream, k, s), register(stream, k, s + 1)]
+            for m in range(3):
+                high, low = 6 * k + 2 * m, 6 * k + 2 * m + 1
+                a = [register(weight, w, s + i) for i in (0, 1) for w in (high, low)]
+                multiply([f"p{4 * m + i}" for i in range(4)], a, b)
+    for target, (first, second, right) in zip(to, squares, strict=True):
+        for s in (0, 2):
+            a = [register(stream, n, s + i) for i in (0, 1) for n in (first, second)]
+            b = [register(stream, right, s), register(stream, right, s + 1)]
+            multiply([f"g{4 * target + i}" for i in range(4)], a, b)
+    for m in range(3):
+        for j in range(2):
+            lines.append(f"add.f32 ${2 * m + j}, p{4 * m + j}, p{4 * m + 2 + j};")
+    # 00, 11, 22, 33, 01, 02, 03, 12 and, behind the coefficients, 13, 23; or sum n^2, sum y^2
+    kept = [(8, 0), (9, 8), (10, 12), (11, 16), (12, 2), (13, 4), (14, 6), (15, 10), (6, 18), (7, 14)] if own_pre else [(6, 0), (7, 4)]
+    for output, g in kept:
+        lines.append(f"selp.f32 ${output}, g{g + 1}, g{g}, odd;")
+    return "{ " + " ".join(lines) + " }"
+
+
+OWN_PRODUCTS = gl.constexpr(_products(True))
+OWN_OPERANDS = gl.constexpr(",".join(["=&f"] * 16 + ["r"] * 28 * 4))
+GIVEN_PRODUCTS = gl.constexpr(_products(False))
+GIVEN_OPERANDS = gl.constexpr(",".join(["=&f"] * 8 + ["r"] * 29 * 4))
+
+
+@gluon.jit
+def _multiply(weights, n, y, OWN_PRE: gl.constexpr):
+    """Sums over a warp's columns; see `_products`."""
+    if OWN_PRE:
+        return gl.inline_asm_elementwise(
+            OWN_PRODUCTS, OWN_OPERANDS, weights + n, dtype=(gl.float32, gl.float32), is_pure=True, pack=8
+        )
+    else:
+        return (gl.inline_asm_elementwise(GIVEN_PRODUCTS, GIVEN_OPERANDS, weights + n + (y,), dtype=gl.float32, is_pure=True, pack=8),)
+
+
+@gluon.jit
+def _hand_over(sums, offset, kind, base, tag):
+    """Sums of a thread with their tag: kind 0 three of one entry and, where the last offset is not negative, one more; kind 1 two pairs."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred single, pairs, more;
+        .reg .b64 lo, hi, to;
+        .reg .b128 word;
+        setp.eq.s32 single, $12, 0;
+        setp.ge.s32 pairs, $8, 0;
+        @single setp.lt.s32 pairs, $8, $8;
+        setp.ge.s32 more, $11, 0;
+        @!single setp.lt.s32 more, $11, $11;
+        cvt.s64.s32 to, $8;
+        add.s64 to, to, $16;
+        mov.b64 lo, {$4, $5};
+        mov.b64 hi, {$6, $20};
+        mov.b128 word, {lo, hi};
+        @single st.relaxed.gpu.global.b128 [to], word;
+        mov.b64 lo, {$4, $20};
+        mov.b64 hi, {$5, $20};
+        mov.b128 word, {lo, hi};
+        @pairs st.relaxed.gpu.global.b128 [to], word;
+        mov.b64 lo, {$6, $20};
+        mov.b64 hi, {$7, $20};
+        mov.b128 word, {lo, hi};
+        @pairs st.relaxed.gpu.global.b128 [to + 256], word;
+        cvt.s64.s32 to, $11;
+        add.s64 to, to, $16;
+        @more st.relaxed.gpu.global.b64 [to], hi;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        mov.b32 $2, 0;
+        mov.b32 $3, 0;
+        }""",
+        "=r,=r,=r,=r,f,f,f,f,r,r,r,r,r,r,r,r,l,l,l,l,r,r,r,r",
+        [sums, offset, kind, base.to(gl.int64), tag],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _load_word(at):
+    return gl.inline_asm_elementwise(
+        "{ .reg .b128 word; ld.relaxed.gpu.global.b128 word, [$2]; mov.b128 {$0, $1}, word; }",
+        "=l,=l,l",
+        [at],
+        dtype=(gl.int64, gl.int64),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _await_word(word, at, is_pair, tag):
+    """Three numbers of an entry, or two of a pair as the first and the third, loaded again until they have come."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred here, pair;
+        .reg .b32 a, b, c, d;
+        .reg .b64 lo, hi;
+        .reg .b128 word;
+        mov.b64 lo, $3;
+        mov.b64 hi, $4;
+        setp.ne.s32 pair, $6, 0;
+        AGAIN:
+        mov.b64 {a, b}, lo;
+        mov.b64 {c, d}, hi;
+        setp.eq.s32 here, d, $7;
+        @pair setp.eq.and.s32 here, b, $7, here;
+        @here bra DONE;
+        ld.relaxed.gpu.global.b128 word, [$5];
+        mov.b128 {lo, hi}, word;
+        bra AGAIN;
+        DONE:
+        mov.b32 $0, a;
+        mov.b32 $1, b;
+        mov.b32 $2, c;
+        }""",
+        "=f,=f,=f,l,l,l,r,r",
+        [word[0], word[1], at.to(gl.int64), is_pair, tag],
+        dtype=(gl.float32, gl.float32, gl.float32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _await_tag(at, tag):
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred here;
+        .reg .b32 now;
+        AGAIN:
+        ld.relaxed.gpu.global.b32 now, [$1];
+        setp.ne.s32 here, now, $2;
+        @here bra AGAIN;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [at, tag],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _publish(at, pre, factor, tag):
+    """pre and 1 / rms of a token, each beside the tag."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .b64 a, b;
+        mov.b64 a, {$2, $7};
+        mov.b64 b, {$3, $7};
+        st.relaxed.gpu.global.v2.b64 [$1], {a, b};
+        mov.b64 a, {$4, $7};
+        mov.b64 b, {$5, $7};
+        st.relaxed.gpu.global.v2.b64 [$1 + 16], {a, b};
+        mov.b64 a, {$6, $7};
+        st.relaxed.gpu.global.b64 [$1 + 32], a;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,f,f,f,f,f,r",
+        [at.to(gl.int64), pre[0], pre[1], pre[2], pre[3], factor, tag],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _load_gates(at):
+    return gl.inline_asm_elementwise(
+        """ld.relaxed.gpu.global.v2.b64 {$0, $1}, [$5];
+        ld.relaxed.gpu.global.v2.b64 {$2, $3}, [$5 + 16];
+        ld.relaxed.gpu.global.b64 $4, [$5 + 32];""",
+        "=&l,=&l,=&l,=&l,=&l,l",
+        [at],
+        dtype=(gl.int64, gl.int64, gl.int64, gl.int64, gl.int64),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _await_gates(words, at, tag):
+    """What `_publish` stored, loaded again until it has come."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred here;
+        .reg .b32 tag;
+        .reg .b64 w<5>;
+        mov.b64 w0, $5;
+        mov.b64 w1, $6;
+        mov.b64 w2, $7;
+        mov.b64 w3, $8;
+        mov.b64 w4, $9;
+        AGAIN:
+        mov.b64 {$0, tag}, w0;
+        setp.eq.s32 here, tag, $11;
+        mov.b64 {$1, tag}, w1;
+        setp.eq.and.s32 here, tag, $11, here;
+        mov.b64 {$2, tag}, w2;
+        setp.eq.and.s32 here, tag, $11, here;
+        mov.b64 {$3, tag}, w3;
+        setp.eq.and.s32 here, tag, $11, here;
+        mov.b64 {$4, tag}, w4;
+        setp.eq.and.s32 here, tag, $11, here;
+        @here bra DONE;
+        ld.relaxed.gpu.global.v2.b64 {w0, w1}, [$10];
+        ld.relaxed.gpu.global.v2.b64 {w2, w3}, [$10 + 16];
+        ld.relaxed.gpu.global.b64 w4, [$10 + 32];
+        bra AGAIN;
+        DONE:
+        }""",
+        "=&f,=&f,=&f,=&f,=&f,l,l,l,l,l,l,r",
+        [words[0], words[1], words[2], words[3], words[4], at.to(gl.int64), tag],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32, gl.float32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def hyper_connection_tiles(
+    source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, pre_out, post_out, comb_out, handed, gates, epochs,
+    tokens, rms_eps, eps,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, GROUPS: gl.constexpr, FINISHERS: gl.constexpr,
+    LAG: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Grid: GROUPS x (D / SLICE slices and FINISHERS)."""
+    SLICES: gl.constexpr = D // SLICE
+    group, program = gl.program_id(0) // (SLICES + FINISHERS), gl.program_id(0) % (SLICES + FINISHERS)
+    tiles = (tokens + (TILE - 1)) // TILE
+    count = (tiles - group + (GROUPS - 1)) // GROUPS
+    handed += group * (RING * SLICES * ENTRIES * 2)
+    gates += group * (RING * TILE * 8)
+    if program < SLICES:
+        _slice(
+            source, out, post, comb, pre, fn, norm_weight, streams, x, handed, gates, epochs + group,
+            tokens, group, count, program, D, OWN_PRE, GROUPS, SLICES, LAG, AHEAD,
+        )  # fmt: skip
+    else:
+        _finish(
+            base, scale, pre_out, post_out, comb_out, handed, gates, epochs + group,
+            tokens, group, count, program - SLICES, rms_eps, eps, D, OWN_PRE, ITERATIONS, GROUPS, SLICES, FINISHERS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _bring(
+    i, count, source, out, post, comb, pre, planes, combs, posts, pres, start, tokens, column, D: gl.constexpr, OWN_PRE: gl.constexpr,
+    LAG: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Copies of tile i, whose first token is `start`, to its slot."""
+    if i < count:
+        slot = i % (LAG + AHEAD)
+        row = start + gl.arange(0, TILE, layout=gl.SliceLayout(1, BLOCKED))
+        mask = gl.expand_dims(row < tokens, 1)
+        columns = gl.expand_dims(column + gl.arange(0, SLICE, layout=gl.SliceLayout(0, BLOCKED)), 0)
+        at = gl.expand_dims(row.to(gl.int64), 1) * (4 * D) + columns
+        for k in gl.static_range(4):
+            async_copy.async_copy_global_to_shared(planes[k].index(slot), source + at + k * D, mask=mask)
+        async_copy.async_copy_global_to_shared(
+            planes[4].index(slot), out + gl.expand_dims(row.to(gl.int64), 1) * D + columns, mask=mask
+        )
+        small = i % (AHEAD + 1)
+        row = start + gl.arange(0, TILE, layout=gl.SliceLayout(1, COPY_COMB))
+        at_comb = gl.expand_dims(row * 16, 1) + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, COPY_COMB)), 0)
+        async_copy.async_copy_global_to_shared(combs.index(small), comb + at_comb, mask=gl.expand_dims(row < tokens, 1))
+        row = start + gl.arange(0, TILE, layout=gl.SliceLayout(1, COPY_POST))
+        at_post = gl.expand_dims(row * 4, 1) + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, COPY_POST)), 0)
+        async_copy.async_copy_global_to_shared(posts.index(small), post + at_post, mask=gl.expand_dims(row < tokens, 1))
+        if not OWN_PRE:
+            async_copy.async_copy_global_to_shared(pres.index(small), pre + at_post, mask=gl.expand_dims(row < tokens, 1))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _columns(shared, COUNT: gl.constexpr):
+    """[16, COUNT] in shared memory -> COUNT x [16, 1]"""
+    values = ()
+    for j in gl.static_range(COUNT):
+        values = values + (gl.convert_layout(shared.slice(j, 1, dim=1).load(COLUMN), BLOCKED, assert_trivial=True),)
+    return values
+
+
+@gluon.jit
+def _slice(
+    source, out, post, comb, pre, fn, norm_weight, streams, x, handed, gates, epoch, tokens, group, count, split,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """128 columns of all tiles of a group."""
+    SLOTS: gl.constexpr = LAG + AHEAD
+    planes = ()  # streams and what is added to them; apart, as the compiler separates all uses of one buffer by barriers
+    for _ in gl.static_range(5):
+        planes = planes + (gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TILE, SLICE], TILE_SHARED),)
+    combs = gl.allocate_shared_memory(gl.float32, [AHEAD + 1, TILE, 16], PLAIN_2)
+    posts = gl.allocate_shared_memory(gl.float32, [AHEAD + 1, TILE, 4], PLAIN_2)
+    pres = gl.allocate_shared_memory(gl.float32, [AHEAD + 1, TILE, 4], PLAIN_2)
+    parts = gl.allocate_shared_memory(gl.float32, [2 * TILE, SLICE], PARTS_SHARED)
+
+    column = split * SLICE
+    local = gl.arange(0, TILE, layout=gl.SliceLayout(1, BLOCKED))
+    columns = column + gl.arange(0, SLICE, layout=gl.SliceLayout(0, BLOCKED))
+    weights = ()
+    weight_at = gl.expand_dims(local % 8 * (4 * D), 1) + gl.expand_dims(columns, 0)
+    for k in gl.static_range(4):
+        for m in gl.static_range(3):
+            for half in gl.static_range(2):
+                weights = weights + (gl.load(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + weight_at),)
+    norm = gl.expand_dims(gl.load(norm_weight + columns), 0)
+
+    # Where a thread's sums go: of rows 0 to 15 three coefficients of one token, and where the columns have the row's own token
+    # one product; of rows 16 to 31 four products of one token.
+    row = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(1, PARTS)), 1)
+    lane = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, PARTS)), 0)
+    q, odd = lane // 8, lane % 2
+    token = row % 16
+    own = q == row % 8 // 2
+    kind = (row + lane * 0) // 16
+    coefficients = (row % 8 * 16 + row % 16 // 8 * 8 + q * 2 + odd) * 16
+    pairs = (128 + odd * 32 + token) * 16
+    single = (192 + token) * 16 + odd * 8
+    offset = gl.where(kind == 1, gl.where(own, pairs, -1), gl.where(lane % 8 < 6, coefficients, gl.where(own, single, -1)))
+    if not OWN_PRE:
+        offset = gl.where(kind == 1, -1, offset)
+
+    gdc_launch_dependents()
+    gdc_wait()
+    for i in gl.static_range(AHEAD):
+        _bring(
+            i, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + i * GROUPS) * TILE, tokens, column, D, OWN_PRE,
+            LAG, AHEAD,
+        )  # fmt: skip
+    first_tag = gl.load(epoch)
+    for i in range(count + LAG):
+        done = i - LAG
+        gates_at = gates + (done % RING + RING) % RING * (TILE * 8) + local * 8
+        words = _load_gates(gates_at)
+        async_copy.wait_group(AHEAD - 1)
+        gl.thread_barrier()
+        if i < count:
+            slot = i % SLOTS
+            row_at = (group + i * GROUPS) * TILE + local
+            mask = gl.expand_dims(row_at < tokens, 1)
+            old_comb = _columns(combs.index(i % (AHEAD + 1)), 16)
+            old_post = _columns(posts.index(i % (AHEAD + 1)), 4)
+            h = (
+                planes[0].index(slot).load(BLOCKED),
+                planes[1].index(slot).load(BLOCKED),
+                planes[2].index(slot).load(BLOCKED),
+                planes[3].index(slot).load(BLOCKED),
+            )
+            n = _expand(h, planes[4].index(slot).load(BLOCKED), old_post, old_comb, False)
+            _store_each(streams + (gl.expand_dims(row_at.to(gl.int64), 1) * (4 * D) + gl.expand_dims(columns, 0)), n, D, mask)
+            y = n[0]
+            if OWN_PRE:
+                for k in gl.static_range(4):
+                    planes[k].index(slot).store(n[k])
+            else:
+                y = _collapse(n, _columns(pres.index(i % (AHEAD + 1)), 4))
+                planes[4].index(slot).store(y)
+            sums = _multiply(weights, n, y, OWN_PRE)
+            if OWN_PRE:
+                both = gl.reshape(gl.permute(gl.join(sums[0], sums[1]), (2, 0, 1)), (2 * TILE, SLICE))
+                parts.store(both)
+            else:
+                parts.slice(0, TILE, dim=0).store(sums[0])
+            total = parts.slice(0, 32, dim=1).load(PARTS)
+            for w in gl.static_range(1, 4):
+                total += parts.slice(32 * w, 32, dim=1).load(PARTS)
+            _hand_over(total, offset, kind, handed + (i % RING * SLICES + split) * (ENTRIES * 2), first_tag + i)
+        if done >= 0:
+            slot = done % SLOTS
+            row_at = (group + done * GROUPS) * TILE + local
+            mask = gl.expand_dims(row_at < tokens, 1)
+            own_pre = _await_gates(words, gates_at, first_tag + done)
+            if OWN_PRE:
+                n = (
+                    planes[0].index(slot).load(BLOCKED),
+                    planes[1].index(slot).load(BLOCKED),
+                    planes[2].index(slot).load(BLOCKED),
+                    planes[3].index(slot).load(BLOCKED),
+                )
+                y = _collapse(
+                    n,
+                    (
+                        gl.expand_dims(own_pre[0], 1),
+                        gl.expand_dims(own_pre[1], 1),
+                        gl.expand_dims(own_pre[2], 1),
+                        gl.expand_dims(own_pre[3], 1),
+                    ),
+                )
+            else:
+                y = planes[4].index(slot).load(BLOCKED)
+            normed = _float(y) * gl.expand_dims(own_pre[4], 1) * norm
+            at = gl.expand_dims(row_at.to(gl.int64), 1) * D + gl.expand_dims(columns, 0)
+            gl.store(x + at, normed.to(gl.bfloat16), mask=mask)
+        _bring(
+            i + AHEAD, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + (i + AHEAD) * GROUPS) * TILE,
+            tokens, column, D, OWN_PRE, LAG, AHEAD,
+        )  # fmt: skip
+    async_copy.wait_group(0)
+    if split == 0:
+        gl.store(epoch, first_tag + count)
+
+
+@gluon.jit
+def _finish(
+    base, scale, pre_out, post_out, comb_out, handed, gates, epoch, tokens, group, count, finisher, rms_eps, eps,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr,
+    FINISHERS: gl.constexpr,
+):  # fmt: skip
+    """pre, post and comb of every FINISHERS-th tile of a group (V4 spec 2.2, steps 2 to 7), and what its slices need of them."""
+    sums = gl.allocate_shared_memory(gl.float32, [2 * 3, 256], PLAIN_1)
+    thread = gl.arange(0, 256, layout=THREADS)
+    entry = gl.minimum(thread, ENTRIES - 1)
+    is_pair = (entry >= 128).to(gl.int32)
+    local = gl.arange(0, TILE, layout=THREADS)
+    pre_base, pre_scale = (), ()
+    for k in gl.static_range(4):
+        pre_base, pre_scale = pre_base + (gl.load(base + 20 + k),), pre_scale + (gl.load(scale + 20 + k),)
+    gdc_launch_dependents()
+    gdc_wait()
+    if finisher < count:
+        first_tag = gl.load(epoch)
+        last = finisher
+        turn = 0
+        for i in range(finisher, count, FINISHERS):
+            tag = first_tag + i
+            at = handed + i % RING * (SLICES * ENTRIES * 2)
+            _await_tag(at + gl.minimum(thread, SLICES - 1) * (ENTRIES * 2) + (ENTRIES * 2 - 1), tag)
+            gl.thread_barrier()
+            at = at + entry * 2
+            words = ()
+            for s in gl.static_range(min(IN_FLIGHT, SLICES)):
+                words = words + (_load_word(at + s * (ENTRIES * 2)),)
+            if turn > 0:
+                _store_coefficients(
+                    sums, turn - 1, base, scale, pre_out, post_out, comb_out, (group + last * GROUPS) * TILE, tokens, rms_eps, eps,
+                    D, OWN_PRE, ITERATIONS,
+                )  # fmt: skip
+            a = gl.zeros([256], gl.float32, THREADS)
+            b, c = a, a
+            for s in gl.static_range(SLICES):
+                found = _await_word(words[s], at + s * (ENTRIES * 2), is_pair, tag)
+                a, b, c = a + found[0], b + found[1], c + found[2]
+                if s + IN_FLIGHT < SLICES:
+                    words = words + (_load_word(at + (s + IN_FLIGHT) * (ENTRIES * 2)),)
+            buffer = turn % 2 * 3
+            sums.index(buffer).store(a)
+            sums.index(buffer + 1).store(b)
+            sums.index(buffer + 2).store(c)
+            gates_at = gates + i % RING * (TILE * 8) + local * 8
+            if OWN_PRE:
+                v = ()
+                for k in gl.static_range(4):
+                    v = v + (_sum_of(sums, buffer, 2, 4 + k),)
+                for k in gl.static_range(8):
+                    v = v + (_sum_of(sums, buffer, k // 2 % 2 * 2, 8 + k % 2 * 2 + k // 4),)
+                v = v + (_sum_of(sums, buffer, 0, 12), _sum_of(sums, buffer, 2, 12))
+                own, factor = _own_pre(v, pre_base, pre_scale, rms_eps, eps, D)
+                _publish(gates_at, own, factor, tag)
+            else:
+                factor = gl.rsqrt(_sum_of(sums, buffer, 2, 12) / D + rms_eps)
+                _publish(gates_at, (factor, factor, factor, factor), factor, tag)
+            last = i
+            turn += 1
+        _store_coefficients(
+            sums, turn - 1, base, scale, pre_out, post_out, comb_out, (group + last * GROUPS) * TILE, tokens, rms_eps, eps,
+            D, OWN_PRE, ITERATIONS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _sum_of(sums, buffer, WORD: gl.constexpr, ROW: gl.constexpr):
+    """One sum of each token: word WORD of entries 16 ROW.. ."""
+    return sums.index(buffer + WORD).slice(TILE * ROW, TILE, dim=0).load(THREADS)
+
+
+@gluon.jit
+def _store_coefficients(
+    sums, turn, base, scale, pre_out, post_out, comb_out, start, tokens, rms_eps, eps,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr,
+):  # fmt: skip
+    buffer = turn % 2 * 3
+    row = start + gl.arange(0, TILE, layout=THREADS)
+    valid = row < tokens
+    if OWN_PRE:
+        squares = (_sum_of(sums, buffer, 0, 8) + _sum_of(sums, buffer, 0, 10)) + (
+            _sum_of(sums, buffer, 2, 8) + _sum_of(sums, buffer, 2, 10)
+        )
+    else:
+        squares = _sum_of(sums, buffer, 0, 12)
+    rstd = gl.rsqrt(squares / (4 * D) + rms_eps)
+    raw = ()
+    for i in gl.static_range(24):
+        raw = raw + (_sum_of(sums, buffer, i // 8, i % 8) * rstd * gl.load(scale + i) + gl.load(base + i),)
+    for k in gl.static_range(4):
+        gl.store(pre_out + row * 4 + k, _sigmoid(raw[20 + k]) + eps, mask=valid)
+        gl.store(post_out + row * 4 + k, _sigmoid(raw[16 + k]) * 2.0, mask=valid)
+    _store_each(comb_out + row * 16, _sinkhorn(raw, eps, ITERATIONS), 1, valid)
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    groups: int
+    finishers: int  # of a group
+    lag: int = 7  # tiles between a slice's first and last touch of a tile
+    ahead: int = 3  # tiles on their way to shared memory
+
+
+def tile_config(hidden: int, num_sms: int) -> TileConfig:
+    slices = hidden // SLICE.value
+    groups = num_sms // (slices + max(1, slices // 10))
+    return TileConfig(groups, min(8, num_sms // groups - slices))
+
+
+@dataclass(frozen=True, slots=True)
+class TileState:
+    """Memory through which programs of a launch hand over; any launch may follow any other."""
+
+    handed: Tensor  # int64 [groups, RING, slices, 2 ENTRIES]
+    gates: Tensor  # int64 [groups, RING, TILE, 8]
+    epochs: Tensor  # int32 [groups]: the tag of the next launch's first tile
+
+    @classmethod
+    def allocate(cls, config: TileConfig, hidden: int, device: torch.device | str) -> TileState:
+        slices = hidden // SLICE.value
+        return cls(
+            torch.zeros(config.groups, RING.value, slices, 2 * ENTRIES.value, dtype=torch.int64, device=device),
+            torch.zeros(config.groups, RING.value, TILE.value, 8, dtype=torch.int64, device=device),
+            torch.ones(config.groups, dtype=torch.int32, device=device),
+        )
+
+
+def site(
+    source: Tensor, norm_weight: Tensor, weights, state: TileState, config: TileConfig, *, out: Tensor, post: Tensor, comb: Tensor,
+    pre: Tensor | None = None, rms_eps: float, eps: float, iterations: int,
+) -> Site:  # fmt: skip
+    tokens, hidden = source.shape[0], source.shape[-1]
+    streams, x = torch.empty_like(source), torch.empty_like(out)
+    new_pre, new_post, new_comb = torch.empty_like(post), torch.empty_like(post), torch.empty_like(comb)
+    slices = hidden // SLICE.value
+    hyper_connection_tiles[(config.groups * (slices + config.finishers),)](
+        source, out, post, comb, pre, weights.fn, weights.base, weights.scale, norm_weight, streams, x, new_pre, new_post, new_comb,
+        state.handed, state.gates, state.epochs, tokens, rms_eps, eps,
+        D=hidden, OWN_PRE=pre is None, ITERATIONS=iterations, GROUPS=config.groups, FINISHERS=config.finishers,
+        LAG=config.lag, AHEAD=config.ahead,
+        num_warps=WARPS.value, launch_pdl=True,
+    )  # fmt: skip
+    return Site(streams, x, new_pre, new_post, new_comb, None)
+
+
+def aot_cases():
+    from abyssal.ops._aot import HOPPER, AotCase
+
+    types = {name: "*fp32" for name in ("post", "comb", "pre", "base", "scale", "norm_weight", "pre_out", "post_out", "comb_out")}
+    types |= {name: "*bf16" for name in ("source", "out", "fn", "streams", "x")}
+    types |= {"handed": "*i64", "gates": "*i64", "epochs": "*i32", "tokens": "i32", "rms_eps": "fp32", "eps": "fp32"}
+    cases = []
+    for own in (True, False):
+        for hidden in (5120, 4096, 7168):
+            config = tile_config(hidden, 132)
+            absent = {"pre"} if own else set()
+            constants = {"D": hidden, "OWN_PRE": own, "ITERATIONS": 20, "GROUPS": config.groups, "FINISHERS": config.finishers, "LAG": 7, "AHEAD": 3}
+            cases.append(
+                AotCase(
+                    f"tiles {'own' if own else 'given'} pre D{hidden}",
+                    hyper_connection_tiles,
+                    {name: kind for name, kind in types.items() if name not in absent},
+                    constants | dict.fromkeys(absent),
+                    num_warps=WARPS.value,
+                    aligned=tuple(name for name, kind in types.items() if kind.startswith("*") and name not in absent),
+                    archs=(HOPPER,),
+                )
+            )
+    return cases
