@@ -215,7 +215,7 @@ def _await_tag(at, tag):
         .reg .pred here;
         .reg .b32 now;
         AGAIN:
-        ld.relaxed.gpu.global.b32 now, [$1];
+        ld.relaxed.gpu.global.b32 now, [$1 + 4];
         setp.ne.s32 here, now, $2;
         @here bra AGAIN;
         mov.b32 $0, 0;
@@ -499,7 +499,10 @@ def _finish(
     """pre, post and comb of every FINISHERS-th tile of a group (V4 spec 2.2, steps 2 to 7), and what its slices need of them."""
     sums = gl.allocate_shared_memory(gl.float32, [2 * 3, 256], PLAIN_1)
     thread = gl.arange(0, 256, layout=THREADS)
-    entry = gl.minimum(thread, ENTRIES - 1)
+    if OWN_PRE:
+        entry = gl.minimum(thread, ENTRIES - 1)
+    else:  # whose entries 128 to 191 nobody writes
+        entry = gl.where(thread < 128, thread, 192 + thread % 16)
     is_pair = (entry >= 128).to(gl.int32)
     local = gl.arange(0, TILE, layout=THREADS)
     pre_base, pre_scale = (), ()
