@@ -310,7 +310,7 @@ def hyper_connection_tiles(
     source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, pre_out, post_out, comb_out, handed, gates, epochs,
     tokens, rms_eps, eps,
     D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, GROUPS: gl.constexpr, FINISHERS: gl.constexpr,
-    LAG: gl.constexpr, AHEAD: gl.constexpr,
+    LAG: gl.constexpr, AHEAD: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """Grid: GROUPS x (D / SLICE slices and FINISHERS)."""
     SLICES: gl.constexpr = D // SLICE
@@ -322,19 +322,19 @@ def hyper_connection_tiles(
     if program < SLICES:
         _slice(
             source, out, post, comb, pre, fn, norm_weight, streams, x, handed, gates, epochs + group,
-            tokens, group, count, program, D, OWN_PRE, GROUPS, SLICES, LAG, AHEAD,
+            tokens, group, count, program, D, OWN_PRE, GROUPS, SLICES, LAG, AHEAD, VARIANT,
         )  # fmt: skip
     else:
         _finish(
             base, scale, pre_out, post_out, comb_out, handed, gates, epochs + group,
-            tokens, group, count, program - SLICES, rms_eps, eps, D, OWN_PRE, ITERATIONS, GROUPS, SLICES, FINISHERS,
+            tokens, group, count, program - SLICES, rms_eps, eps, D, OWN_PRE, ITERATIONS, GROUPS, SLICES, FINISHERS, VARIANT,
         )  # fmt: skip
 
 
 @gluon.jit
 def _bring(
     i, count, source, out, post, comb, pre, planes, combs, posts, pres, start, tokens, column, D: gl.constexpr, OWN_PRE: gl.constexpr,
-    LAG: gl.constexpr, AHEAD: gl.constexpr,
+    LAG: gl.constexpr, AHEAD: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """Copies of tile i, whose first token is `start`, to its slot."""
     if i < count:
@@ -372,7 +372,7 @@ def _columns(shared, COUNT: gl.constexpr):
 @gluon.jit
 def _slice(
     source, out, post, comb, pre, fn, norm_weight, streams, x, handed, gates, epoch, tokens, group, count, split,
-    D: gl.constexpr, OWN_PRE: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """128 columns of all tiles of a group."""
     SLOTS: gl.constexpr = LAG + AHEAD
@@ -415,7 +415,7 @@ def _slice(
     for i in gl.static_range(AHEAD):
         _bring(
             i, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + i * GROUPS) * TILE, tokens, column, D, OWN_PRE,
-            LAG, AHEAD,
+            LAG, AHEAD, VARIANT,
         )  # fmt: skip
     first_tag = gl.load(epoch)
     for i in range(count + LAG):
@@ -483,7 +483,7 @@ def _slice(
             gl.store(x + at, normed.to(gl.bfloat16), mask=mask)
         _bring(
             i + AHEAD, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + (i + AHEAD) * GROUPS) * TILE,
-            tokens, column, D, OWN_PRE, LAG, AHEAD,
+            tokens, column, D, OWN_PRE, LAG, AHEAD, VARIANT,
         )  # fmt: skip
     async_copy.wait_group(0)
     if split == 0:
@@ -494,7 +494,7 @@ def _slice(
 def _finish(
     base, scale, pre_out, post_out, comb_out, handed, gates, epoch, tokens, group, count, finisher, rms_eps, eps,
     D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr,
-    FINISHERS: gl.constexpr,
+    FINISHERS: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """pre, post and comb of every FINISHERS-th tile of a group (V4 spec 2.2, steps 2 to 7), and what its slices need of them."""
     sums = gl.allocate_shared_memory(gl.float32, [2 * 3, 256], PLAIN_1)
@@ -523,7 +523,7 @@ def _finish(
             words = ()
             for s in gl.static_range(min(IN_FLIGHT, SLICES)):
                 words = words + (_load_word(at + s * (ENTRIES * 2)),)
-            if turn > 0:
+            if turn > 0 and VARIANT & 1 == 0:
                 _store_coefficients(
                     sums, turn - 1, base, scale, pre_out, post_out, comb_out, (group + last * GROUPS) * TILE, tokens, rms_eps, eps,
                     D, OWN_PRE, ITERATIONS,
@@ -552,12 +552,18 @@ def _finish(
             else:
                 factor = gl.rsqrt(_sum_of(sums, buffer, 2, 12) / D + rms_eps)
                 _publish(gates_at, (factor, factor, factor, factor), factor, tag)
+            if VARIANT & 1:
+                _store_coefficients(
+                    sums, turn, base, scale, pre_out, post_out, comb_out, (group + i * GROUPS) * TILE, tokens, rms_eps, eps,
+                    D, OWN_PRE, ITERATIONS,
+                )  # fmt: skip
             last = i
             turn += 1
-        _store_coefficients(
-            sums, turn - 1, base, scale, pre_out, post_out, comb_out, (group + last * GROUPS) * TILE, tokens, rms_eps, eps,
-            D, OWN_PRE, ITERATIONS,
-        )  # fmt: skip
+        if VARIANT & 1 == 0:
+            _store_coefficients(
+                sums, turn - 1, base, scale, pre_out, post_out, comb_out, (group + last * GROUPS) * TILE, tokens, rms_eps, eps,
+                D, OWN_PRE, ITERATIONS,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -596,6 +602,7 @@ class TileConfig:
     finishers: int  # of a group
     lag: int = 7  # tiles between a slice's first and last touch of a tile
     ahead: int = 3  # tiles on their way to shared memory
+    variant: int = 0
 
 
 def tile_config(hidden: int, num_sms: int) -> TileConfig:
@@ -634,10 +641,13 @@ def site(
         source, out, post, comb, pre, weights.fn, weights.base, weights.scale, norm_weight, streams, x, new_pre, new_post, new_comb,
         state.handed, state.gates, state.epochs, tokens, rms_eps, eps,
         D=hidden, OWN_PRE=pre is None, ITERATIONS=iterations, GROUPS=config.groups, FINISHERS=config.finishers,
-        LAG=config.lag, AHEAD=config.ahead,
+        LAG=config.lag, AHEAD=config.ahead, VARIANT=config.variant,
         num_warps=WARPS.value, launch_pdl=True,
     )  # fmt: skip
     return Site(streams, x, new_pre, new_post, new_comb, None)
+
+
+VARIANT = 0
 
 
 def aot_cases():
@@ -651,7 +661,7 @@ def aot_cases():
         for hidden in (5120, 4096, 7168):
             config = tile_config(hidden, 132)
             absent = {"pre"} if own else set()
-            constants = {"D": hidden, "OWN_PRE": own, "ITERATIONS": 20, "GROUPS": config.groups, "FINISHERS": config.finishers, "LAG": 7, "AHEAD": 3}
+            constants = {"D": hidden, "OWN_PRE": own, "ITERATIONS": 20, "GROUPS": config.groups, "FINISHERS": config.finishers, "LAG": 7, "AHEAD": 3, "VARIANT": VARIANT}
             cases.append(
                 AotCase(
                     f"tiles {'own' if own else 'given'} pre D{hidden}",
