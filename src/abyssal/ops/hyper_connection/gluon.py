@@ -26,23 +26,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from abyssal.ops.hyper_connection import Site
 from abyssal.ops.hyper_connection.triton import _collapse, _expand, _float, _own_pre, _sigmoid, _sinkhorn, _store_each
 
-TILE = gl.constexpr(16)  # tokens
+TILE = gl.constexpr(8)  # tokens
 SLICE = gl.constexpr(128)  # columns
-WARPS = gl.constexpr(8)
+WARPS = gl.constexpr(4)
 RING = gl.constexpr(16)  # tiles in the hand-over state, more than LAG
-ENTRIES = gl.constexpr(208)  # words of 16 bytes that a slice hands over per tile
+ENTRIES = gl.constexpr(104)  # words of 16 bytes that a slice hands over per tile
 IN_FLIGHT = gl.constexpr(20)  # slices of which a finisher loads words at a time
 
 # Eight columns of a token per thread; a warp has 8 tokens x 32 columns, which is an operand of two products of depth 16.
-BLOCKED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [2, 4], [1, 0]))
-COLUMN = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [2, 4], [1, 0]))
-COPY_COMB = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
-COPY_POST = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0]))
+BLOCKED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 4], [1, 0]))
+COLUMN = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [1, 4], [1, 0]))
+COPY_COMB = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+COPY_POST = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
 # Four sums that are handed over by one thread.
 PARTS = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 2], [0, 4]], [[0, 1], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0], [16, 0]], [], [32, 32])
+    gl.DistributedLinearLayout([[0, 2], [0, 4]], [[0, 1], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [16, 32])
 )
-THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 TILE_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
 PARTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 4, [1, 0]))
 PLAIN_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -145,7 +145,7 @@ def _hand_over(sums, offset, kind, base, tag):
         mov.b64 lo, {$6, $20};
         mov.b64 hi, {$7, $20};
         mov.b128 word, {lo, hi};
-        @pairs st.relaxed.gpu.global.b128 [to + 256], word;
+        @pairs st.relaxed.gpu.global.b128 [to + 128], word;
         cvt.s64.s32 to, $11;
         add.s64 to, to, $16;
         @more st.relaxed.gpu.global.b64 [to], hi;
@@ -230,18 +230,18 @@ def _await_tag(at, tag):
 
 @gluon.jit
 def _publish(at, pre, factor, tag):
-    """pre and 1 / rms of a token, each beside the tag."""
+    """pre and 1 / rms of a token."""
     gl.inline_asm_elementwise(
         """{
-        .reg .b64 a, b;
-        mov.b64 a, {$2, $7};
-        mov.b64 b, {$3, $7};
-        st.relaxed.gpu.global.v2.b64 [$1], {a, b};
-        mov.b64 a, {$4, $7};
-        mov.b64 b, {$5, $7};
-        st.relaxed.gpu.global.v2.b64 [$1 + 16], {a, b};
-        mov.b64 a, {$6, $7};
-        st.relaxed.gpu.global.b64 [$1 + 32], a;
+        .reg .b64 lo, hi;
+        .reg .b128 word;
+        mov.b64 lo, {$2, $3};
+        mov.b64 hi, {$4, $7};
+        mov.b128 word, {lo, hi};
+        st.relaxed.gpu.global.b128 [$1], word;
+        mov.b64 lo, {$5, $6};
+        mov.b128 word, {lo, hi};
+        st.relaxed.gpu.global.b128 [$1 + 16], word;
         mov.b32 $0, 0;
         }""",
         "=r,l,f,f,f,f,f,r",
@@ -255,12 +255,16 @@ def _publish(at, pre, factor, tag):
 @gluon.jit
 def _load_gates(at):
     return gl.inline_asm_elementwise(
-        """ld.relaxed.gpu.global.v2.b64 {$0, $1}, [$5];
-        ld.relaxed.gpu.global.v2.b64 {$2, $3}, [$5 + 16];
-        ld.relaxed.gpu.global.b64 $4, [$5 + 32];""",
-        "=&l,=&l,=&l,=&l,=&l,l",
+        """{
+        .reg .b128 word;
+        ld.relaxed.gpu.global.b128 word, [$4];
+        mov.b128 {$0, $1}, word;
+        ld.relaxed.gpu.global.b128 word, [$4 + 16];
+        mov.b128 {$2, $3}, word;
+        }""",
+        "=&l,=&l,=&l,=&l,l",
         [at],
-        dtype=(gl.int64, gl.int64, gl.int64, gl.int64, gl.int64),
+        dtype=(gl.int64, gl.int64, gl.int64, gl.int64),
         is_pure=False,
         pack=1,
     )
@@ -273,32 +277,29 @@ def _await_gates(words, at, tag):
         """{
         .reg .pred here;
         .reg .b32 tag;
-        .reg .b64 w<5>;
+        .reg .b64 w<4>;
+        .reg .b128 word;
         mov.b64 w0, $5;
         mov.b64 w1, $6;
         mov.b64 w2, $7;
         mov.b64 w3, $8;
-        mov.b64 w4, $9;
         AGAIN:
-        mov.b64 {$0, tag}, w0;
-        setp.eq.s32 here, tag, $11;
-        mov.b64 {$1, tag}, w1;
-        setp.eq.and.s32 here, tag, $11, here;
-        mov.b64 {$2, tag}, w2;
-        setp.eq.and.s32 here, tag, $11, here;
-        mov.b64 {$3, tag}, w3;
-        setp.eq.and.s32 here, tag, $11, here;
-        mov.b64 {$4, tag}, w4;
-        setp.eq.and.s32 here, tag, $11, here;
+        mov.b64 {$2, tag}, w3;
+        setp.eq.s32 here, tag, $10;
+        mov.b64 {$2, tag}, w1;
+        setp.eq.and.s32 here, tag, $10, here;
         @here bra DONE;
-        ld.relaxed.gpu.global.v2.b64 {w0, w1}, [$10];
-        ld.relaxed.gpu.global.v2.b64 {w2, w3}, [$10 + 16];
-        ld.relaxed.gpu.global.b64 w4, [$10 + 32];
+        ld.relaxed.gpu.global.b128 word, [$9];
+        mov.b128 {w0, w1}, word;
+        ld.relaxed.gpu.global.b128 word, [$9 + 16];
+        mov.b128 {w2, w3}, word;
         bra AGAIN;
         DONE:
+        mov.b64 {$0, $1}, w0;
+        mov.b64 {$3, $4}, w2;
         }""",
-        "=&f,=&f,=&f,=&f,=&f,l,l,l,l,l,l,r",
-        [words[0], words[1], words[2], words[3], words[4], at.to(gl.int64), tag],
+        "=&f,=&f,=&f,=&f,=&f,l,l,l,l,l,r",
+        [words[0], words[1], words[2], words[3], at.to(gl.int64), tag],
         dtype=(gl.float32, gl.float32, gl.float32, gl.float32, gl.float32),
         is_pure=False,
         pack=1,
@@ -318,7 +319,7 @@ def hyper_connection_tiles(
     tiles = (tokens + (TILE - 1)) // TILE
     count = (tiles - group + (GROUPS - 1)) // GROUPS
     handed += group * (RING * SLICES * ENTRIES * 2)
-    gates += group * (RING * TILE * 8)
+    gates += group * (RING * TILE * 4)
     if program < SLICES:
         _slice(
             source, out, post, comb, pre, fn, norm_weight, streams, x, handed, gates, epochs + group,
@@ -338,7 +339,7 @@ def _bring(
 ):  # fmt: skip
     """Copies of tile i, whose first token is `start`, to its slot."""
     if i < count:
-        slot = i % (LAG + AHEAD)
+        slot = i % AHEAD
         row = start + gl.arange(0, TILE, layout=gl.SliceLayout(1, BLOCKED))
         mask = gl.expand_dims(row < tokens, 1)
         columns = gl.expand_dims(column + gl.arange(0, SLICE, layout=gl.SliceLayout(0, BLOCKED)), 0)
@@ -348,7 +349,7 @@ def _bring(
         async_copy.async_copy_global_to_shared(
             planes[4].index(slot), out + gl.expand_dims(row.to(gl.int64), 1) * D + columns, mask=mask
         )
-        small = i % (AHEAD + 1)
+        small = i % AHEAD
         row = start + gl.arange(0, TILE, layout=gl.SliceLayout(1, COPY_COMB))
         at_comb = gl.expand_dims(row * 16, 1) + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, COPY_COMB)), 0)
         async_copy.async_copy_global_to_shared(combs.index(small), comb + at_comb, mask=gl.expand_dims(row < tokens, 1))
@@ -375,20 +376,22 @@ def _slice(
     D: gl.constexpr, OWN_PRE: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """128 columns of all tiles of a group."""
-    SLOTS: gl.constexpr = LAG + AHEAD
     planes = ()  # streams and what is added to them; apart, as the compiler separates all uses of one buffer by barriers
     for _ in gl.static_range(5):
-        planes = planes + (gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TILE, SLICE], TILE_SHARED),)
-    combs = gl.allocate_shared_memory(gl.float32, [AHEAD + 1, TILE, 16], PLAIN_2)
-    posts = gl.allocate_shared_memory(gl.float32, [AHEAD + 1, TILE, 4], PLAIN_2)
-    pres = gl.allocate_shared_memory(gl.float32, [AHEAD + 1, TILE, 4], PLAIN_2)
+        planes = planes + (gl.allocate_shared_memory(gl.bfloat16, [AHEAD, TILE, SLICE], TILE_SHARED),)
+    held = ()  # new streams, or the collapsed vector, until the norm is known
+    for _ in gl.static_range(4 if OWN_PRE else 1):
+        held = held + (gl.allocate_shared_memory(gl.bfloat16, [LAG + 1, TILE, SLICE], TILE_SHARED),)
+    combs = gl.allocate_shared_memory(gl.float32, [AHEAD, TILE, 16], PLAIN_2)
+    posts = gl.allocate_shared_memory(gl.float32, [AHEAD, TILE, 4], PLAIN_2)
+    pres = gl.allocate_shared_memory(gl.float32, [AHEAD, TILE, 4], PLAIN_2)
     parts = gl.allocate_shared_memory(gl.float32, [2 * TILE, SLICE], PARTS_SHARED)
 
     column = split * SLICE
     local = gl.arange(0, TILE, layout=gl.SliceLayout(1, BLOCKED))
     columns = column + gl.arange(0, SLICE, layout=gl.SliceLayout(0, BLOCKED))
     weights = ()
-    weight_at = gl.expand_dims(local % 8 * (4 * D), 1) + gl.expand_dims(columns, 0)
+    weight_at = gl.expand_dims(local * (4 * D), 1) + gl.expand_dims(columns, 0)
     for k in gl.static_range(4):
         for m in gl.static_range(3):
             for half in gl.static_range(2):
@@ -397,15 +400,15 @@ def _slice(
 
     # Where a thread's sums go: of rows 0 to 15 three coefficients of one token, and where the columns have the row's own token
     # one product; of rows 16 to 31 four products of one token.
-    row = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(1, PARTS)), 1)
+    row = gl.expand_dims(gl.arange(0, 2 * TILE, layout=gl.SliceLayout(1, PARTS)), 1)
     lane = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, PARTS)), 0)
     q, odd = lane // 8, lane % 2
-    token = row % 16
-    own = q == row % 8 // 2
-    kind = (row + lane * 0) // 16
-    coefficients = (row % 8 * 16 + row % 16 // 8 * 8 + q * 2 + odd) * 16
-    pairs = (128 + odd * 32 + token) * 16
-    single = (192 + token) * 16 + odd * 8
+    token = row % TILE
+    own = q == token // 2
+    kind = (row + lane * 0) // TILE
+    coefficients = (token * TILE + q * 2 + odd) * 16
+    pairs = (64 + odd * (2 * TILE) + token) * 16
+    single = (96 + token) * 16 + odd * 8
     offset = gl.where(kind == 1, gl.where(own, pairs, -1), gl.where(lane % 8 < 6, coefficients, gl.where(own, single, -1)))
     if not OWN_PRE:
         offset = gl.where(kind == 1, -1, offset)
@@ -420,16 +423,16 @@ def _slice(
     first_tag = gl.load(epoch)
     for i in range(count + LAG):
         done = i - LAG
-        gates_at = gates + (done % RING + RING) % RING * (TILE * 8) + local * 8
+        gates_at = gates + (done % RING + RING) % RING * (TILE * 4) + local * 4
         words = _load_gates(gates_at)
         async_copy.wait_group(AHEAD - 1)
         gl.thread_barrier()
         if i < count:
-            slot = i % SLOTS
+            slot = i % AHEAD
             row_at = (group + i * GROUPS) * TILE + local
             mask = gl.expand_dims(row_at < tokens, 1)
-            old_comb = _columns(combs.index(i % (AHEAD + 1)), 16)
-            old_post = _columns(posts.index(i % (AHEAD + 1)), 4)
+            old_comb = _columns(combs.index(i % AHEAD), 16)
+            old_post = _columns(posts.index(i % AHEAD), 4)
             h = (
                 planes[0].index(slot).load(BLOCKED),
                 planes[1].index(slot).load(BLOCKED),
@@ -441,10 +444,10 @@ def _slice(
             y = n[0]
             if OWN_PRE:
                 for k in gl.static_range(4):
-                    planes[k].index(slot).store(n[k])
+                    held[k].index(i % (LAG + 1)).store(n[k])
             else:
-                y = _collapse(n, _columns(pres.index(i % (AHEAD + 1)), 4))
-                planes[4].index(slot).store(y)
+                y = _collapse(n, _columns(pres.index(i % AHEAD), 4))
+                held[0].index(i % (LAG + 1)).store(y)
             sums = _multiply(weights, n, y, OWN_PRE)
             if OWN_PRE:
                 both = gl.reshape(gl.permute(gl.join(sums[0], sums[1]), (2, 0, 1)), (2 * TILE, SLICE))
@@ -455,17 +458,21 @@ def _slice(
             for w in gl.static_range(1, 4):
                 total += parts.slice(32 * w, 32, dim=1).load(PARTS)
             _hand_over(total, offset, kind, handed + (i % RING * SLICES + split) * (ENTRIES * 2), first_tag + i)
+        _bring(
+            i + AHEAD, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + (i + AHEAD) * GROUPS) * TILE,
+            tokens, column, D, OWN_PRE, LAG, AHEAD, VARIANT,
+        )  # fmt: skip
         if done >= 0:
-            slot = done % SLOTS
+            slot = done % (LAG + 1)
             row_at = (group + done * GROUPS) * TILE + local
             mask = gl.expand_dims(row_at < tokens, 1)
             own_pre = _await_gates(words, gates_at, first_tag + done)
             if OWN_PRE:
                 n = (
-                    planes[0].index(slot).load(BLOCKED),
-                    planes[1].index(slot).load(BLOCKED),
-                    planes[2].index(slot).load(BLOCKED),
-                    planes[3].index(slot).load(BLOCKED),
+                    held[0].index(slot).load(BLOCKED),
+                    held[1].index(slot).load(BLOCKED),
+                    held[2].index(slot).load(BLOCKED),
+                    held[3].index(slot).load(BLOCKED),
                 )
                 y = _collapse(
                     n,
@@ -477,14 +484,10 @@ def _slice(
                     ),
                 )
             else:
-                y = planes[4].index(slot).load(BLOCKED)
+                y = held[0].index(slot).load(BLOCKED)
             normed = _float(y) * gl.expand_dims(own_pre[4], 1) * norm
             at = gl.expand_dims(row_at.to(gl.int64), 1) * D + gl.expand_dims(columns, 0)
             gl.store(x + at, normed.to(gl.bfloat16), mask=mask)
-        _bring(
-            i + AHEAD, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + (i + AHEAD) * GROUPS) * TILE,
-            tokens, column, D, OWN_PRE, LAG, AHEAD, VARIANT,
-        )  # fmt: skip
     async_copy.wait_group(0)
     if split == 0:
         gl.store(epoch, first_tag + count)
@@ -497,13 +500,13 @@ def _finish(
     FINISHERS: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """pre, post and comb of every FINISHERS-th tile of a group (V4 spec 2.2, steps 2 to 7), and what its slices need of them."""
-    sums = gl.allocate_shared_memory(gl.float32, [2 * 3, 256], PLAIN_1)
-    thread = gl.arange(0, 256, layout=THREADS)
+    sums = gl.allocate_shared_memory(gl.float32, [2 * 3, 128], PLAIN_1)
+    thread = gl.arange(0, 128, layout=THREADS)
     if OWN_PRE:
         entry = gl.minimum(thread, ENTRIES - 1)
-    else:  # whose entries 128 to 191 nobody writes
-        entry = gl.where(thread < 128, thread, 192 + thread % 16)
-    is_pair = (entry >= 128).to(gl.int32)
+    else:  # whose entries 64 to 95 nobody writes
+        entry = gl.where(thread < 64, thread, 96 + thread % 8)
+    is_pair = (entry >= 64).to(gl.int32)
     local = gl.arange(0, TILE, layout=THREADS)
     pre_base, pre_scale = (), ()
     for k in gl.static_range(4):
@@ -528,7 +531,7 @@ def _finish(
                     sums, turn - 1, base, scale, pre_out, post_out, comb_out, (group + last * GROUPS) * TILE, tokens, rms_eps, eps,
                     D, OWN_PRE, ITERATIONS,
                 )  # fmt: skip
-            a = gl.zeros([256], gl.float32, THREADS)
+            a = gl.zeros([128], gl.float32, THREADS)
             b, c = a, a
             for s in gl.static_range(SLICES):
                 found = _await_word(words[s], at + s * (ENTRIES * 2), is_pair, tag)
@@ -539,7 +542,7 @@ def _finish(
             sums.index(buffer).store(a)
             sums.index(buffer + 1).store(b)
             sums.index(buffer + 2).store(c)
-            gates_at = gates + i % RING * (TILE * 8) + local * 8
+            gates_at = gates + i % RING * (TILE * 4) + local * 4
             if OWN_PRE:
                 v = ()
                 for k in gl.static_range(4):
@@ -607,8 +610,8 @@ class TileConfig:
 
 def tile_config(hidden: int, num_sms: int) -> TileConfig:
     slices = hidden // SLICE.value
-    groups = num_sms // (slices + max(1, slices // 10))
-    return TileConfig(groups, min(8, num_sms // groups - slices))
+    groups = 2 * num_sms // (slices + max(1, slices // 10))
+    return TileConfig(groups, min(8, 2 * num_sms // groups - slices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -624,7 +627,7 @@ class TileState:
         slices = hidden // SLICE.value
         return cls(
             torch.zeros(config.groups, RING.value, slices, 2 * ENTRIES.value, dtype=torch.int64, device=device),
-            torch.zeros(config.groups, RING.value, TILE.value, 8, dtype=torch.int64, device=device),
+            torch.zeros(config.groups, RING.value, TILE.value, 4, dtype=torch.int64, device=device),
             torch.ones(config.groups, dtype=torch.int32, device=device),
         )
 
