@@ -14,24 +14,44 @@ launch: a reader knows by it that the word has arrived, without fences, counters
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops.hyper_connection import Site
-from abyssal.ops.hyper_connection.triton import _collapse, _expand, _float, _own_pre, _sigmoid, _sinkhorn, _store_each
+from abyssal.ops.hyper_connection import triton as portable
+from abyssal.ops.hyper_connection.triton import (
+    KernelWeights,
+    LaunchConfig,
+    _collapse,
+    _expand,
+    _float,
+    _own_pre,
+    _sigmoid,
+    _sinkhorn,
+    _store_each,
+    check,
+    expand,
+    sm_count,
+)
+
+__all__ = ["HandoverState", "KernelWeights", "TileConfig", "expand", "launch_config", "site"]
 
 TILE = gl.constexpr(8)  # tokens
 SLICE = gl.constexpr(128)  # columns
 WARPS = gl.constexpr(4)
 RING = gl.constexpr(16)  # tiles in the hand-over state, more than LAG
 ENTRIES = gl.constexpr(104)  # words of 16 bytes that a slice hands over per tile
-IN_FLIGHT = gl.constexpr(20)  # slices of which a finisher loads words at a time
+RESIDENT = 2  # programs of a multiprocessor
+# Whether a site has its own pre -> tokens up to which the launches of `triton.py` are as fast (H200); lag and ahead, as shared memory holds.
+MOST_FEW = {True: 1024, False: 1024}
+HELD = {True: (7, 3), False: (7, 3)}
 
 # Eight columns of a token per thread; a warp has 8 tokens x 32 columns, which is an operand of two products of depth 16.
 BLOCKED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 4], [1, 0]))
@@ -60,7 +80,10 @@ def _products(own_pre: bool) -> str:
     outputs = 16 if own_pre else 8
     weight = outputs
     stream = weight + 24 * 4
-    lines = [".reg .f32 p<12>, g<20>; .reg .pred odd; .reg .b32 lane;", "mov.u32 lane, %laneid; and.b32 lane, lane, 4; setp.ne.u32 odd, lane, 0;"]
+    lines = [
+        ".reg .f32 p<12>, g<20>; .reg .pred odd; .reg .b32 lane;",
+        "mov.u32 lane, %laneid; and.b32 lane, lane, 4; setp.ne.u32 odd, lane, 0;",
+    ]
     started: set[str] = set()
 
     def multiply(to: list[str], a: list[str], b: list[str]) -> None:
@@ -96,7 +119,11 @@ def _products(own_pre: bool) -> str:
         for j in range(2):
             lines.append(f"add.f32 ${2 * m + j}, p{4 * m + j}, p{4 * m + 2 + j};")
     # 00, 11, 22, 33, 01, 02, 03, 12 and, behind the coefficients, 13, 23; or sum n^2, sum y^2
-    kept = [(8, 0), (9, 8), (10, 12), (11, 16), (12, 2), (13, 4), (14, 6), (15, 10), (6, 18), (7, 14)] if own_pre else [(6, 0), (7, 4)]
+    kept = (
+        [(8, 0), (9, 8), (10, 12), (11, 16), (12, 2), (13, 4), (14, 6), (15, 10), (6, 18), (7, 14)]
+        if own_pre
+        else [(6, 0), (7, 4)]
+    )
     for output, g in kept:
         lines.append(f"selp.f32 ${output}, g{g + 1}, g{g}, odd;")
     return "{ " + " ".join(lines) + " }"
@@ -116,7 +143,9 @@ def _multiply(weights, n, y, OWN_PRE: gl.constexpr):
             OWN_PRODUCTS, OWN_OPERANDS, weights + n, dtype=(gl.float32, gl.float32), is_pure=True, pack=8
         )
     else:
-        return (gl.inline_asm_elementwise(GIVEN_PRODUCTS, GIVEN_OPERANDS, weights + n + (y,), dtype=gl.float32, is_pure=True, pack=8),)
+        return (
+            gl.inline_asm_elementwise(GIVEN_PRODUCTS, GIVEN_OPERANDS, weights + n + (y,), dtype=gl.float32, is_pure=True, pack=8),
+        )
 
 
 @gluon.jit
@@ -165,47 +194,25 @@ def _hand_over(sums, offset, kind, base, tag):
 @gluon.jit
 def _load_word(at):
     return gl.inline_asm_elementwise(
-        "{ .reg .b128 word; ld.relaxed.gpu.global.b128 word, [$2]; mov.b128 {$0, $1}, word; }",
-        "=l,=l,l",
+        """{
+        .reg .b64 lo, hi;
+        .reg .b128 word;
+        ld.relaxed.gpu.global.b128 word, [$4];
+        mov.b128 {lo, hi}, word;
+        mov.b64 {$0, $1}, lo;
+        mov.b64 {$2, $3}, hi;
+        }""",
+        "=r,=r,=r,=r,l",
         [at],
-        dtype=(gl.int64, gl.int64),
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=False,
         pack=1,
     )
 
 
 @gluon.jit
-def _await_word(word, at, is_pair, tag):
-    """Three numbers of an entry, or two of a pair as the first and the third, loaded again until they have come."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred here, pair;
-        .reg .b32 a, b, c, d;
-        .reg .b64 lo, hi;
-        .reg .b128 word;
-        mov.b64 lo, $3;
-        mov.b64 hi, $4;
-        setp.ne.s32 pair, $6, 0;
-        AGAIN:
-        mov.b64 {a, b}, lo;
-        mov.b64 {c, d}, hi;
-        setp.eq.s32 here, d, $7;
-        @pair setp.eq.and.s32 here, b, $7, here;
-        @here bra DONE;
-        ld.relaxed.gpu.global.b128 word, [$5];
-        mov.b128 {lo, hi}, word;
-        bra AGAIN;
-        DONE:
-        mov.b32 $0, a;
-        mov.b32 $1, b;
-        mov.b32 $2, c;
-        }""",
-        "=f,=f,=f,l,l,l,r,r",
-        [word[0], word[1], at.to(gl.int64), is_pair, tag],
-        dtype=(gl.float32, gl.float32, gl.float32),
-        is_pure=False,
-        pack=1,
-    )
+def _or(a, b):
+    return a | b
 
 
 @gluon.jit
@@ -311,7 +318,7 @@ def hyper_connection_tiles(
     source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, pre_out, post_out, comb_out, handed, gates, epochs,
     tokens, rms_eps, eps,
     D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, GROUPS: gl.constexpr, FINISHERS: gl.constexpr,
-    LAG: gl.constexpr, AHEAD: gl.constexpr, VARIANT: gl.constexpr,
+    LAG: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Grid: GROUPS x (D / SLICE slices and FINISHERS)."""
     SLICES: gl.constexpr = D // SLICE
@@ -323,41 +330,39 @@ def hyper_connection_tiles(
     if program < SLICES:
         _slice(
             source, out, post, comb, pre, fn, norm_weight, streams, x, handed, gates, epochs + group,
-            tokens, group, count, program, D, OWN_PRE, GROUPS, SLICES, LAG, AHEAD, VARIANT,
+            tokens, group, count, program, D, OWN_PRE, GROUPS, SLICES, LAG, AHEAD,
         )  # fmt: skip
     else:
         _finish(
             base, scale, pre_out, post_out, comb_out, handed, gates, epochs + group,
-            tokens, group, count, program - SLICES, rms_eps, eps, D, OWN_PRE, ITERATIONS, GROUPS, SLICES, FINISHERS, VARIANT,
+            tokens, group, count, program - SLICES, rms_eps, eps, D, OWN_PRE, ITERATIONS, GROUPS, SLICES, FINISHERS,
         )  # fmt: skip
 
 
 @gluon.jit
 def _bring(
     i, count, source, out, post, comb, pre, planes, combs, posts, pres, start, tokens, column, D: gl.constexpr, OWN_PRE: gl.constexpr,
-    LAG: gl.constexpr, AHEAD: gl.constexpr, VARIANT: gl.constexpr,
+    LAG: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Copies of tile i, whose first token is `start`, to its slot."""
     if i < count:
         slot = i % AHEAD
-        row = start + gl.arange(0, TILE, layout=gl.SliceLayout(1, BLOCKED))
-        mask = gl.expand_dims(row < tokens, 1)
-        columns = gl.expand_dims(column + gl.arange(0, SLICE, layout=gl.SliceLayout(0, BLOCKED)), 0)
-        at = gl.expand_dims(row.to(gl.int64), 1) * (4 * D) + columns
+        left = tokens - start
+        row = gl.expand_dims(gl.arange(0, TILE, layout=gl.SliceLayout(1, BLOCKED)), 1)
+        columns = gl.expand_dims(gl.arange(0, SLICE, layout=gl.SliceLayout(0, BLOCKED)), 0)
+        at = source + (start.to(gl.int64) * (4 * D) + column) + (row * (4 * D) + columns)
         for k in gl.static_range(4):
-            async_copy.async_copy_global_to_shared(planes[k].index(slot), source + at + k * D, mask=mask)
-        async_copy.async_copy_global_to_shared(
-            planes[4].index(slot), out + gl.expand_dims(row.to(gl.int64), 1) * D + columns, mask=mask
-        )
-        small = i % AHEAD
-        row = start + gl.arange(0, TILE, layout=gl.SliceLayout(1, COPY_COMB))
-        at_comb = gl.expand_dims(row * 16, 1) + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, COPY_COMB)), 0)
-        async_copy.async_copy_global_to_shared(combs.index(small), comb + at_comb, mask=gl.expand_dims(row < tokens, 1))
-        row = start + gl.arange(0, TILE, layout=gl.SliceLayout(1, COPY_POST))
-        at_post = gl.expand_dims(row * 4, 1) + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, COPY_POST)), 0)
-        async_copy.async_copy_global_to_shared(posts.index(small), post + at_post, mask=gl.expand_dims(row < tokens, 1))
+            async_copy.async_copy_global_to_shared(planes[k].index(slot), at + k * D, mask=row < left)
+        at = out + (start.to(gl.int64) * D + column) + (row * D + columns)
+        async_copy.async_copy_global_to_shared(planes[4].index(slot), at, mask=row < left)
+        row = gl.expand_dims(gl.arange(0, TILE, layout=gl.SliceLayout(1, COPY_COMB)), 1)
+        at = comb + start * 16 + (row * 16 + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, COPY_COMB)), 0))
+        async_copy.async_copy_global_to_shared(combs.index(slot), at, mask=row < left)
+        row = gl.expand_dims(gl.arange(0, TILE, layout=gl.SliceLayout(1, COPY_POST)), 1)
+        part = row * 4 + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, COPY_POST)), 0)
+        async_copy.async_copy_global_to_shared(posts.index(slot), post + start * 4 + part, mask=row < left)
         if not OWN_PRE:
-            async_copy.async_copy_global_to_shared(pres.index(small), pre + at_post, mask=gl.expand_dims(row < tokens, 1))
+            async_copy.async_copy_global_to_shared(pres.index(slot), pre + start * 4 + part, mask=row < left)
     async_copy.commit_group()
 
 
@@ -373,7 +378,7 @@ def _columns(shared, COUNT: gl.constexpr):
 @gluon.jit
 def _slice(
     source, out, post, comb, pre, fn, norm_weight, streams, x, handed, gates, epoch, tokens, group, count, split,
-    D: gl.constexpr, OWN_PRE: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr, VARIANT: gl.constexpr,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """128 columns of all tiles of a group."""
     planes = ()  # streams and what is added to them; apart, as the compiler separates all uses of one buffer by barriers
@@ -389,14 +394,15 @@ def _slice(
 
     column = split * SLICE
     local = gl.arange(0, TILE, layout=gl.SliceLayout(1, BLOCKED))
-    columns = column + gl.arange(0, SLICE, layout=gl.SliceLayout(0, BLOCKED))
+    columns = gl.arange(0, SLICE, layout=gl.SliceLayout(0, BLOCKED))
+    stream_at = gl.expand_dims(local * (4 * D), 1) + gl.expand_dims(columns, 0)
+    x_at = gl.expand_dims(local * D, 1) + gl.expand_dims(columns, 0)
     weights = ()
-    weight_at = gl.expand_dims(local * (4 * D), 1) + gl.expand_dims(columns, 0)
     for k in gl.static_range(4):
         for m in gl.static_range(3):
             for half in gl.static_range(2):
-                weights = weights + (gl.load(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + weight_at),)
-    norm = gl.expand_dims(gl.load(norm_weight + columns), 0)
+                weights = weights + (gl.load(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + column + stream_at),)
+    norm = gl.expand_dims(gl.load(norm_weight + column + columns), 0)
 
     # Where a thread's sums go: of rows 0 to 15 three coefficients of one token, and where the columns have the row's own token
     # one product; of rows 16 to 31 four products of one token.
@@ -418,7 +424,7 @@ def _slice(
     for i in gl.static_range(AHEAD):
         _bring(
             i, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + i * GROUPS) * TILE, tokens, column, D, OWN_PRE,
-            LAG, AHEAD, VARIANT,
+            LAG, AHEAD,
         )  # fmt: skip
     first_tag = gl.load(epoch)
     for i in range(count + LAG):
@@ -429,8 +435,8 @@ def _slice(
         gl.thread_barrier()
         if i < count:
             slot = i % AHEAD
-            row_at = (group + i * GROUPS) * TILE + local
-            mask = gl.expand_dims(row_at < tokens, 1)
+            start = (group + i * GROUPS) * TILE
+            mask = gl.expand_dims(local < tokens - start, 1)
             old_comb = _columns(combs.index(i % AHEAD), 16)
             old_post = _columns(posts.index(i % AHEAD), 4)
             h = (
@@ -440,7 +446,7 @@ def _slice(
                 planes[3].index(slot).load(BLOCKED),
             )
             n = _expand(h, planes[4].index(slot).load(BLOCKED), old_post, old_comb, False)
-            _store_each(streams + (gl.expand_dims(row_at.to(gl.int64), 1) * (4 * D) + gl.expand_dims(columns, 0)), n, D, mask)
+            _store_each(streams + (start.to(gl.int64) * (4 * D) + column) + stream_at, n, D, mask)
             y = n[0]
             if OWN_PRE:
                 for k in gl.static_range(4):
@@ -460,12 +466,12 @@ def _slice(
             _hand_over(total, offset, kind, handed + (i % RING * SLICES + split) * (ENTRIES * 2), first_tag + i)
         _bring(
             i + AHEAD, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + (i + AHEAD) * GROUPS) * TILE,
-            tokens, column, D, OWN_PRE, LAG, AHEAD, VARIANT,
+            tokens, column, D, OWN_PRE, LAG, AHEAD,
         )  # fmt: skip
         if done >= 0:
             slot = done % (LAG + 1)
-            row_at = (group + done * GROUPS) * TILE + local
-            mask = gl.expand_dims(row_at < tokens, 1)
+            start = (group + done * GROUPS) * TILE
+            mask = gl.expand_dims(local < tokens - start, 1)
             own_pre = _await_gates(words, gates_at, first_tag + done)
             if OWN_PRE:
                 n = (
@@ -486,8 +492,7 @@ def _slice(
             else:
                 y = held[0].index(slot).load(BLOCKED)
             normed = _float(y) * gl.expand_dims(own_pre[4], 1) * norm
-            at = gl.expand_dims(row_at.to(gl.int64), 1) * D + gl.expand_dims(columns, 0)
-            gl.store(x + at, normed.to(gl.bfloat16), mask=mask)
+            gl.store(x + (start.to(gl.int64) * D + column) + x_at, normed.to(gl.bfloat16), mask=mask)
     async_copy.wait_group(0)
     if split == 0:
         gl.store(epoch, first_tag + count)
@@ -497,7 +502,7 @@ def _slice(
 def _finish(
     base, scale, pre_out, post_out, comb_out, handed, gates, epoch, tokens, group, count, finisher, rms_eps, eps,
     D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr,
-    FINISHERS: gl.constexpr, VARIANT: gl.constexpr,
+    FINISHERS: gl.constexpr,
 ):  # fmt: skip
     """pre, post and comb of every FINISHERS-th tile of a group (V4 spec 2.2, steps 2 to 7), and what its slices need of them."""
     sums = gl.allocate_shared_memory(gl.float32, [2 * 3, 128], PLAIN_1)
@@ -506,39 +511,23 @@ def _finish(
         entry = gl.minimum(thread, ENTRIES - 1)
     else:  # whose entries 64 to 95 nobody writes
         entry = gl.where(thread < 64, thread, 96 + thread % 8)
-    is_pair = (entry >= 64).to(gl.int32)
+    is_pair = gl.where(entry >= 64, -1, 0)
     local = gl.arange(0, TILE, layout=THREADS)
-    pre_base, pre_scale = (), ()
-    for k in gl.static_range(4):
-        pre_base, pre_scale = pre_base + (gl.load(base + 20 + k),), pre_scale + (gl.load(scale + 20 + k),)
+    all_base, all_scale = (), ()
+    for k in gl.static_range(24):
+        all_base, all_scale = all_base + (gl.load(base + k),), all_scale + (gl.load(scale + k),)
     gdc_launch_dependents()
     gdc_wait()
     if finisher < count:
         first_tag = gl.load(epoch)
-        last = finisher
-        turn = 0
         for i in range(finisher, count, FINISHERS):
             tag = first_tag + i
             at = handed + i % RING * (SLICES * ENTRIES * 2)
+            # Each slice's last word tells when to look; almost always the others are there then, too.
             _await_tag(at + gl.minimum(thread, SLICES - 1) * (ENTRIES * 2) + (ENTRIES * 2 - 1), tag)
             gl.thread_barrier()
-            at = at + entry * 2
-            words = ()
-            for s in gl.static_range(min(IN_FLIGHT, SLICES)):
-                words = words + (_load_word(at + s * (ENTRIES * 2)),)
-            if turn > 0 and VARIANT & 1 == 0:
-                _store_coefficients(
-                    sums, turn - 1, base, scale, pre_out, post_out, comb_out, (group + last * GROUPS) * TILE, tokens, rms_eps, eps,
-                    D, OWN_PRE, ITERATIONS,
-                )  # fmt: skip
-            a = gl.zeros([128], gl.float32, THREADS)
-            b, c = a, a
-            for s in gl.static_range(SLICES):
-                found = _await_word(words[s], at + s * (ENTRIES * 2), is_pair, tag)
-                a, b, c = a + found[0], b + found[1], c + found[2]
-                if s + IN_FLIGHT < SLICES:
-                    words = words + (_load_word(at + (s + IN_FLIGHT) * (ENTRIES * 2)),)
-            buffer = turn % 2 * 3
+            a, b, c = _add_words(at + entry * 2, is_pair, tag, SLICES)
+            buffer = i // FINISHERS % 2 * 3
             sums.index(buffer).store(a)
             sums.index(buffer + 1).store(b)
             sums.index(buffer + 2).store(c)
@@ -550,23 +539,47 @@ def _finish(
                 for k in gl.static_range(8):
                     v = v + (_sum_of(sums, buffer, k // 2 % 2 * 2, 8 + k % 2 * 2 + k // 4),)
                 v = v + (_sum_of(sums, buffer, 0, 12), _sum_of(sums, buffer, 2, 12))
-                own, factor = _own_pre(v, pre_base, pre_scale, rms_eps, eps, D)
+                own, factor = _own_pre(
+                    v,
+                    (all_base[20], all_base[21], all_base[22], all_base[23]),
+                    (all_scale[20], all_scale[21], all_scale[22], all_scale[23]),
+                    rms_eps,
+                    eps,
+                    D,
+                )
                 _publish(gates_at, own, factor, tag)
             else:
                 factor = gl.rsqrt(_sum_of(sums, buffer, 2, 12) / D + rms_eps)
                 _publish(gates_at, (factor, factor, factor, factor), factor, tag)
-            if VARIANT & 1:
-                _store_coefficients(
-                    sums, turn, base, scale, pre_out, post_out, comb_out, (group + i * GROUPS) * TILE, tokens, rms_eps, eps,
-                    D, OWN_PRE, ITERATIONS,
-                )  # fmt: skip
-            last = i
-            turn += 1
-        if VARIANT & 1 == 0:
             _store_coefficients(
-                sums, turn - 1, base, scale, pre_out, post_out, comb_out, (group + last * GROUPS) * TILE, tokens, rms_eps, eps,
+                sums, buffer, all_base, all_scale, pre_out, post_out, comb_out, (group + i * GROUPS) * TILE, tokens, rms_eps, eps,
                 D, OWN_PRE, ITERATIONS,
             )  # fmt: skip
+
+
+@gluon.jit
+def _add_words(at, is_pair, tag, SLICES: gl.constexpr):
+    """Sums over all slices of the three numbers of an entry, or of a pair's as the first and the third; all again if one was missing."""
+    IN_FLIGHT: gl.constexpr = min(20, SLICES)
+    a = gl.zeros([128], gl.float32, THREADS)
+    b, c, missing = a, a, 1
+    while missing != 0:
+        a = gl.zeros([128], gl.float32, THREADS)
+        b, c = a, a
+        wrong = gl.zeros([128], gl.int32, THREADS)
+        words = ()
+        for s in gl.static_range(IN_FLIGHT):
+            words = words + (_load_word(at + s * (ENTRIES * 2)),)
+        for s in gl.static_range(SLICES):
+            word = words[s]
+            a += word[0].to(gl.float32, bitcast=True)
+            b += word[1].to(gl.float32, bitcast=True)
+            c += word[2].to(gl.float32, bitcast=True)
+            wrong |= (word[3] ^ tag) | ((word[1] ^ tag) & is_pair)
+            if s + IN_FLIGHT < SLICES:
+                words = words + (_load_word(at + (s + IN_FLIGHT) * (ENTRIES * 2)),)
+        missing = gl.reduce(wrong, 0, _or)
+    return a, b, c
 
 
 @gluon.jit
@@ -577,10 +590,9 @@ def _sum_of(sums, buffer, WORD: gl.constexpr, ROW: gl.constexpr):
 
 @gluon.jit
 def _store_coefficients(
-    sums, turn, base, scale, pre_out, post_out, comb_out, start, tokens, rms_eps, eps,
+    sums, buffer, all_base, all_scale, pre_out, post_out, comb_out, start, tokens, rms_eps, eps,
     D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr,
 ):  # fmt: skip
-    buffer = turn % 2 * 3
     row = start + gl.arange(0, TILE, layout=THREADS)
     valid = row < tokens
     if OWN_PRE:
@@ -592,7 +604,7 @@ def _store_coefficients(
     rstd = gl.rsqrt(squares / (4 * D) + rms_eps)
     raw = ()
     for i in gl.static_range(24):
-        raw = raw + (_sum_of(sums, buffer, i // 8, i % 8) * rstd * gl.load(scale + i) + gl.load(base + i),)
+        raw = raw + (_sum_of(sums, buffer, i // 8, i % 8) * rstd * all_scale[i] + all_base[i],)
     for k in gl.static_range(4):
         gl.store(pre_out + row * 4 + k, _sigmoid(raw[20 + k]) + eps, mask=valid)
         gl.store(post_out + row * 4 + k, _sigmoid(raw[16 + k]) * 2.0, mask=valid)
@@ -601,79 +613,136 @@ def _store_coefficients(
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
+    """A group is `hidden / SLICE` slices and some finishers; groups take tiles in turn."""
+
     groups: int
-    finishers: int  # of a group
-    lag: int = 7  # tiles between a slice's first and last touch of a tile
-    ahead: int = 3  # tiles on their way to shared memory
-    variant: int = 0
+    finishers: int
+    lag: int  # tiles between a slice's first and last touch of a tile
+    ahead: int  # tiles on their way to shared memory
 
 
-def tile_config(hidden: int, num_sms: int) -> TileConfig:
+def launch_config(tokens: int, hidden: int, num_sms: int, own_pre: bool) -> TileConfig | LaunchConfig:
+    """Tiles from so many tokens on that they gain, where most multiprocessors get a slice; otherwise what `triton.py` launches."""
     slices = hidden // SLICE.value
-    groups = 2 * num_sms // (slices + max(1, slices // 10))
-    return TileConfig(groups, min(8, 2 * num_sms // groups - slices))
+    groups = RESIDENT * num_sms // (slices + max(1, slices // 10)) if slices else 0
+    if tokens <= MOST_FEW[own_pre] or hidden % SLICE.value or 4 * groups * slices < 3 * RESIDENT * num_sms:
+        return portable.launch_config(tokens, hidden, num_sms, own_pre)
+    return TileConfig(groups, min(8, RESIDENT * num_sms // groups - slices), *HELD[own_pre])
 
 
 @dataclass(frozen=True, slots=True)
-class TileState:
-    """Memory through which programs of a launch hand over; any launch may follow any other."""
+class HandoverState:
+    """Memory through which the programs of a launch hand over. One per stream of launches, allocated before capture.
 
-    handed: Tensor  # int64 [groups, RING, slices, 2 ENTRIES]
-    gates: Tensor  # int64 [groups, RING, TILE, 8]
+    Launches that share it must run one after the other; any may follow any other.
+    """
+
+    few: portable.HandoverState
+    handed: Tensor  # int64 [words]: of each group RING tiles of [slices, ENTRIES] words of 16 bytes
+    gates: Tensor  # int64 [groups, RING, TILE, 4]
     epochs: Tensor  # int32 [groups]: the tag of the next launch's first tile
 
     @classmethod
-    def allocate(cls, config: TileConfig, hidden: int, device: torch.device | str) -> TileState:
+    def allocate(
+        cls,
+        max_tokens: int,
+        hidden: int,
+        device: torch.device | str,
+        num_sms: int | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> HandoverState:
+        """For launches of up to `max_tokens` tokens."""
+        num_sms = num_sms or sm_count(torch.device(device))
+        few = portable.HandoverState.allocate(max_tokens, hidden, device, num_sms, batch_invariant=batch_invariant)
         slices = hidden // SLICE.value
+        groups = RESIDENT * num_sms // max(1, slices)
         return cls(
-            torch.zeros(config.groups, RING.value, slices, 2 * ENTRIES.value, dtype=torch.int64, device=device),
-            torch.zeros(config.groups, RING.value, TILE.value, 4, dtype=torch.int64, device=device),
-            torch.ones(config.groups, dtype=torch.int32, device=device),
+            few,
+            torch.zeros(groups * RING.value * slices * ENTRIES.value * 2, dtype=torch.int64, device=device),
+            torch.zeros(groups, RING.value, TILE.value, 4, dtype=torch.int64, device=device),
+            torch.ones(groups, dtype=torch.int32, device=device),
         )
 
 
 def site(
-    source: Tensor, norm_weight: Tensor, weights, state: TileState, config: TileConfig, *, out: Tensor, post: Tensor, comb: Tensor,
-    pre: Tensor | None = None, rms_eps: float, eps: float, iterations: int,
-) -> Site:  # fmt: skip
+    source: Tensor,
+    norm_weight: Tensor,
+    weights: KernelWeights | None,
+    state: HandoverState,
+    *,
+    out: Tensor | None = None,
+    post: Tensor | None = None,
+    comb: Tensor | None = None,
+    pre: Tensor | None = None,
+    with_mean: bool = False,
+    rms_eps: float,
+    eps: float,
+    iterations: int,
+    batch_invariant: bool = False,
+    config: TileConfig | LaunchConfig | None = None,
+) -> Site:
+    """`abyssal.ops.hyper_connection.site` for bf16 streams, as `triton.site`: tiles where many tokens are expanded and get 24 coefficients."""
     tokens, hidden = source.shape[0], source.shape[-1]
+    tiled = out is not None and weights is not None and weights.fn.shape[1] == 24 and not with_mean and not batch_invariant
+    if config is None and tiled:
+        config = launch_config(tokens, hidden, sm_count(source.device), pre is None)
+    if not isinstance(config, TileConfig) or tokens == 0:
+        return portable.site(
+            source, norm_weight, weights, state.few, out=out, post=post, comb=comb, pre=pre, with_mean=with_mean, rms_eps=rms_eps,
+            eps=eps, iterations=iterations, batch_invariant=batch_invariant, config=None if tokens == 0 else config,
+        )  # fmt: skip
+    if not tiled:
+        raise ValueError(
+            "tiles are for expanded sites with 24 coefficients, without the mean and not batch-invariant: pass no config"
+        )
+    check(source, norm_weight, weights, out, post, comb, pre)
+    assert out is not None and post is not None and comb is not None and weights is not None
+    words = config.groups * RING.value * (hidden // SLICE.value) * ENTRIES.value * 2
+    if state.handed.numel() < words or state.epochs.numel() < config.groups:
+        raise ValueError(
+            f"the hand-over state holds {state.handed.numel()} words, {config} of hidden size {hidden} needs {words}"
+        )
     streams, x = torch.empty_like(source), torch.empty_like(out)
     new_pre, new_post, new_comb = torch.empty_like(post), torch.empty_like(post), torch.empty_like(comb)
-    slices = hidden // SLICE.value
-    hyper_connection_tiles[(config.groups * (slices + config.finishers),)](
+    hyper_connection_tiles[(config.groups * (hidden // SLICE.value + config.finishers),)](
         source, out, post, comb, pre, weights.fn, weights.base, weights.scale, norm_weight, streams, x, new_pre, new_post, new_comb,
         state.handed, state.gates, state.epochs, tokens, rms_eps, eps,
-        D=hidden, OWN_PRE=pre is None, ITERATIONS=iterations, GROUPS=config.groups, FINISHERS=config.finishers,
-        LAG=config.lag, AHEAD=config.ahead, VARIANT=config.variant,
-        num_warps=WARPS.value, launch_pdl=True,
+        ITERATIONS=iterations, **_constants(config, hidden, pre is None), num_warps=WARPS.value, launch_pdl=True,
     )  # fmt: skip
     return Site(streams, x, new_pre, new_post, new_comb, None)
 
 
-VARIANT = 0
+def _constants(config: TileConfig, hidden: int, own_pre: bool) -> dict[str, Any]:
+    return {
+        "D": hidden,
+        "OWN_PRE": own_pre,
+        "GROUPS": config.groups,
+        "FINISHERS": config.finishers,
+        "LAG": config.lag,
+        "AHEAD": config.ahead,
+    }
 
 
-def aot_cases():
-    from abyssal.ops._aot import HOPPER, AotCase
-
+def aot_cases() -> list[AotCase]:
+    """Both orders at the released hidden sizes."""
     types = {name: "*fp32" for name in ("post", "comb", "pre", "base", "scale", "norm_weight", "pre_out", "post_out", "comb_out")}
     types |= {name: "*bf16" for name in ("source", "out", "fn", "streams", "x")}
     types |= {"handed": "*i64", "gates": "*i64", "epochs": "*i32", "tokens": "i32", "rms_eps": "fp32", "eps": "fp32"}
     cases = []
-    for own in (True, False):
-        for hidden in (5120, 4096, 7168):
-            config = tile_config(hidden, 132)
-            absent = {"pre"} if own else set()
-            constants = {"D": hidden, "OWN_PRE": own, "ITERATIONS": 20, "GROUPS": config.groups, "FINISHERS": config.finishers, "LAG": 7, "AHEAD": 3, "VARIANT": VARIANT}
-            cases.append(
-                AotCase(
-                    f"tiles {'own' if own else 'given'} pre D{hidden}",
-                    hyper_connection_tiles,
-                    {name: kind for name, kind in types.items() if name not in absent},
-                    constants | dict.fromkeys(absent),
-                    num_warps=WARPS.value,
-                    aligned=tuple(name for name, kind in types.items() if kind.startswith("*") and name not in absent),
-                    archs=(HOPPER,),
-                )
+    for own, hidden in ((True, 4096), (True, 5120), (True, 7168), (False, 5120)):
+        config = launch_config(1 << 20, hidden, 132, own)
+        assert isinstance(config, TileConfig)
+        absent = {"pre"} if own else set()
+        cases.append(
+            AotCase(
+                f"tiles {'own' if own else 'given'} pre D{hidden}",
+                hyper_connection_tiles,
+                {name: kind for name, kind in types.items() if name not in absent},
+                _constants(config, hidden, own) | {"ITERATIONS": 20} | dict.fromkeys(absent),
+                num_warps=WARPS.value,
+                aligned=tuple(name for name, kind in types.items() if kind.startswith("*") and name not in absent),
+                archs=(HOPPER,),
             )
+        )
     return cases

@@ -217,7 +217,7 @@ def site(
         batch_invariant: a token's results do not depend, bit for bit, on the number of tokens.
     """
     tokens, hidden = source.shape[0], source.shape[-1]
-    _check(source, norm_weight, weights, out, post, comb, pre)
+    check(source, norm_weight, weights, out, post, comb, pre)
     expanded = out is not None
     streams = source if source.dim() == 3 and not expanded else source.new_empty(tokens, STREAMS, hidden)
     x = source.new_empty(tokens, hidden)
@@ -281,7 +281,7 @@ def site(
 def expand(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """`abyssal.ops.hyper_connection.expand` for bf16: where the streams change before the next site (V4.1's Engram)."""
     tokens, hidden = streams.shape[0], streams.shape[-1]
-    _check(streams, None, None, out, post, comb, None)
+    check(streams, None, None, out, post, comb, None)
     new = torch.empty_like(streams)
     if tokens == 0:
         return new
@@ -323,7 +323,7 @@ def _finish_constants(config: LaunchConfig, hidden: int) -> dict[str, Any]:
     }
 
 
-def _check(
+def check(
     source: Tensor,
     norm_weight: Tensor | None,
     weights: KernelWeights | None,
