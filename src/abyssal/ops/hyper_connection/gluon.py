@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, no-check-untyped-defs
 """A mixing site of many tokens in one launch, on Hopper: every value is read once and written once, weights stay in registers.
 
 A group of programs takes every G-th tile of 16 tokens. Of each tile a slice holds 128 columns of all four streams in shared memory from
@@ -51,7 +51,7 @@ ENTRIES = gl.constexpr(104)  # words of 16 bytes that a slice hands over per til
 RESIDENT = 2  # programs of a multiprocessor
 # Whether a site has its own pre -> tokens up to which the launches of `triton.py` are as fast (H200); lag and ahead, as shared memory holds.
 MOST_FEW = {True: 1024, False: 1024}
-HELD = {True: (7, 3), False: (7, 3)}
+HELD = {True: (5, 5), False: (5, 5)}
 
 # Eight columns of a token per thread; a warp has 8 tokens x 32 columns, which is an operand of two products of depth 16.
 BLOCKED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 4], [1, 0]))
@@ -129,6 +129,8 @@ def _products(own_pre: bool) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
+PREFETCH = gl.constexpr("prefetch.global.L2 [$8]; " + " ".join(f"mov.b32 ${i}, 0;" for i in range(8)))
+PREFETCH_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["l"] * 8))
 OWN_PRODUCTS = gl.constexpr(_products(True))
 OWN_OPERANDS = gl.constexpr(",".join(["=&f"] * 16 + ["r"] * 28 * 4))
 GIVEN_PRODUCTS = gl.constexpr(_products(False))
@@ -367,6 +369,19 @@ def _bring(
 
 
 @gluon.jit
+def _prefetch(at):
+    """Bring the line of every eighth address to the L2."""
+    gl.inline_asm_elementwise(
+        PREFETCH,
+        PREFETCH_OPERANDS,
+        [at],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=8,
+    )
+
+
+@gluon.jit
 def _columns(shared, COUNT: gl.constexpr):
     """[16, COUNT] in shared memory -> COUNT x [16, 1]"""
     values = ()
@@ -397,11 +412,10 @@ def _slice(
     columns = gl.arange(0, SLICE, layout=gl.SliceLayout(0, BLOCKED))
     stream_at = gl.expand_dims(local * (4 * D), 1) + gl.expand_dims(columns, 0)
     x_at = gl.expand_dims(local * D, 1) + gl.expand_dims(columns, 0)
-    weights = ()
     for k in gl.static_range(4):
         for m in gl.static_range(3):
             for half in gl.static_range(2):
-                weights = weights + (gl.load(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + column + stream_at),)
+                _prefetch(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + column + stream_at)
     norm = gl.expand_dims(gl.load(norm_weight + column + columns), 0)
 
     # Where a thread's sums go: of rows 0 to 15 three coefficients of one token, and where the columns have the row's own token
@@ -426,6 +440,11 @@ def _slice(
             i, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + i * GROUPS) * TILE, tokens, column, D, OWN_PRE,
             LAG, AHEAD,
         )  # fmt: skip
+    weights = ()
+    for k in gl.static_range(4):
+        for m in gl.static_range(3):
+            for half in gl.static_range(2):
+                weights = weights + (gl.load(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + column + stream_at),)
     first_tag = gl.load(epoch)
     for i in range(count + LAG):
         done = i - LAG
@@ -688,9 +707,10 @@ def site(
     if config is None and tiled:
         config = launch_config(tokens, hidden, sm_count(source.device), pre is None)
     if not isinstance(config, TileConfig) or tokens == 0:
+        few = config if isinstance(config, LaunchConfig) else None
         return portable.site(
             source, norm_weight, weights, state.few, out=out, post=post, comb=comb, pre=pre, with_mean=with_mean, rms_eps=rms_eps,
-            eps=eps, iterations=iterations, batch_invariant=batch_invariant, config=None if tokens == 0 else config,
+            eps=eps, iterations=iterations, batch_invariant=batch_invariant, config=few,
         )  # fmt: skip
     if not tiled:
         raise ValueError(
