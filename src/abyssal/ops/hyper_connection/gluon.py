@@ -590,11 +590,10 @@ def _add_words(at, is_pair, tag, SLICES: gl.constexpr):
         for s in gl.static_range(IN_FLIGHT):
             words = words + (_load_word(at + s * (ENTRIES * 2)),)
         for s in gl.static_range(SLICES):
-            word = words[s]
-            a += word[0].to(gl.float32, bitcast=True)
-            b += word[1].to(gl.float32, bitcast=True)
-            c += word[2].to(gl.float32, bitcast=True)
-            wrong |= (word[3] ^ tag) | ((word[1] ^ tag) & is_pair)
+            a += words[s][0].to(gl.float32, bitcast=True)
+            b += words[s][1].to(gl.float32, bitcast=True)
+            c += words[s][2].to(gl.float32, bitcast=True)
+            wrong |= (words[s][3] ^ tag) | ((words[s][1] ^ tag) & is_pair)
             if s + IN_FLIGHT < SLICES:
                 words = words + (_load_word(at + (s + IN_FLIGHT) * (ENTRIES * 2)),)
         missing = gl.reduce(wrong, 0, _or)
