@@ -46,7 +46,7 @@ __all__ = ["HandoverState", "KernelWeights", "TileConfig", "expand", "launch_con
 TILE = gl.constexpr(8)  # tokens
 SLICE = gl.constexpr(128)  # columns
 WARPS = gl.constexpr(4)
-RING = gl.constexpr(16)  # tiles in the hand-over state, more than LAG
+RING = gl.constexpr(8)  # tiles in the hand-over state, more than LAG; few, so that the L2 keeps them
 ENTRIES = gl.constexpr(104)  # words of 16 bytes that a slice hands over per tile
 RESIDENT = 2  # programs of a multiprocessor
 # Whether a site has its own pre -> tokens up to which the launches of `triton.py` are as fast (H200); lag and ahead, as shared memory holds.
