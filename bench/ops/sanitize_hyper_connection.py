@@ -33,7 +33,8 @@ def main() -> None:
                     launches += 1
         prepared, tiles = kernel.KernelWeights.prepare(full), gluon.HandoverState.allocate(64, hidden, "cuda")
         arguments, _ = make_inputs(100, hidden, own, cold=False)
-        for tile_config in (gluon.TileConfig(1, 1, *gluon.HELD[own]), gluon.TileConfig(3, 1, *gluon.HELD[own])):
+        for groups in (1, 3):
+            tile_config = gluon.TileConfig(groups, 1, gluon.LAG, gluon.AHEAD)
             gluon.site(weights=prepared, state=tiles, config=tile_config, **arguments[0])
             torch.cuda.synchronize()
             launches += 1

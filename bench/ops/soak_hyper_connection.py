@@ -21,7 +21,7 @@ from timing import compile_in_processes
 
 from abyssal.ops.hyper_connection import gluon as kernel
 
-TOKENS = (1, 8, 64, 512, 1100)
+TOKENS = (1, 8, 64, 512)
 FIELDS = ("streams", "x", "pre", "post", "comb")
 
 

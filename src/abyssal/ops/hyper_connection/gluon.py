@@ -1,11 +1,10 @@
 # mypy: allow-untyped-defs, no-check-untyped-defs
 """A mixing site of many tokens in one launch, on Hopper: every value is read once and written once, weights stay in registers.
 
-A group of programs takes every G-th tile of 16 tokens. Of each tile a slice holds 128 columns of all four streams in shared memory from
-their expansion until the coefficients of the tile's tokens are known, LAG tiles later; a few more programs of the group, the
-finishers, add up what the slices found and compute the coefficients. One kind of sum is enough for both, as `triton.py` beside this
-tells. A group waits for itself only, and its programs follow each other in the grid: a launch makes progress as soon as one
-group runs side by side.
+Groups of programs take tiles of 8 tokens in turn. Of each tile a slice expands 128 columns of all four streams and holds them in shared
+memory until the coefficients of the tile's tokens are known, LAG tiles later; a few more programs of the group, the finishers, add up
+what the slices found and compute the coefficients. One hand-over of sums is enough, as `triton.py` beside this tells. A group waits
+for itself only, and its programs follow each other in the grid: a launch makes progress as soon as one group runs side by side.
 
 What programs hand to each other carries a tag in the same word of 8 or 16 bytes, which differs from tile to tile and from launch to
 launch: a reader knows by it that the word has arrived, without fences, counters or anything to reset.
@@ -49,9 +48,8 @@ WARPS = gl.constexpr(4)
 RING = gl.constexpr(8)  # tiles in the hand-over state, more than LAG; few, so that the L2 keeps them
 ENTRIES = gl.constexpr(104)  # words of 16 bytes that a slice hands over per tile
 RESIDENT = 2  # programs of a multiprocessor
-# Whether a site has its own pre -> tokens up to which the launches of `triton.py` are as fast (H200); lag and ahead, as shared memory holds.
-MOST_FEW = {True: 1024, False: 1024}
-HELD = {True: (5, 5), False: (5, 5)}
+LAG, AHEAD = 7, 3  # of lags of 4 to 7 with as much ahead as shared memory holds, the fastest at 512 and 4,096 tokens (H200)
+LEAST_FINISHERS = 4  # of a group, or its slices wait for them
 
 # Eight columns of a token per thread; a warp has 8 tokens x 32 columns, which is an operand of two products of depth 16.
 BLOCKED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 4], [1, 0]))
@@ -344,7 +342,7 @@ def hyper_connection_tiles(
 @gluon.jit
 def _bring(
     i, count, source, out, post, comb, pre, planes, combs, posts, pres, start, tokens, column, D: gl.constexpr, OWN_PRE: gl.constexpr,
-    LAG: gl.constexpr, AHEAD: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Copies of tile i, whose first token is `start`, to its slot."""
     if i < count:
@@ -382,8 +380,17 @@ def _prefetch(at):
 
 
 @gluon.jit
+def _load4(planes, slot):
+    """One tile of four streams."""
+    values = ()
+    for k in gl.static_range(4):
+        values = values + (planes[k].index(slot).load(BLOCKED),)
+    return values
+
+
+@gluon.jit
 def _columns(shared, COUNT: gl.constexpr):
-    """[16, COUNT] in shared memory -> COUNT x [16, 1]"""
+    """[8, COUNT] in shared memory -> COUNT x [8, 1]"""
     values = ()
     for j in gl.static_range(COUNT):
         values = values + (gl.convert_layout(shared.slice(j, 1, dim=1).load(COLUMN), BLOCKED, assert_trivial=True),)
@@ -418,8 +425,8 @@ def _slice(
                 _prefetch(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + column + stream_at)
     norm = gl.expand_dims(gl.load(norm_weight + column + columns), 0)
 
-    # Where a thread's sums go: of rows 0 to 15 three coefficients of one token, and where the columns have the row's own token
-    # one product; of rows 16 to 31 four products of one token.
+    # Where a thread's sums go: of rows 0 to 7 three coefficients of one token, and where the columns have the row's own token
+    # one product of streams; of rows 8 to 15 four of these. Entries: 64 of coefficients g, 8 + g, 16 + g, 32 of two products, 8 of the others.
     row = gl.expand_dims(gl.arange(0, 2 * TILE, layout=gl.SliceLayout(1, PARTS)), 1)
     lane = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, PARTS)), 0)
     q, odd = lane // 8, lane % 2
@@ -438,7 +445,7 @@ def _slice(
     for i in gl.static_range(AHEAD):
         _bring(
             i, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + i * GROUPS) * TILE, tokens, column, D, OWN_PRE,
-            LAG, AHEAD,
+            AHEAD,
         )  # fmt: skip
     weights = ()
     for k in gl.static_range(4):
@@ -458,13 +465,7 @@ def _slice(
             mask = gl.expand_dims(local < tokens - start, 1)
             old_comb = _columns(combs.index(i % AHEAD), 16)
             old_post = _columns(posts.index(i % AHEAD), 4)
-            h = (
-                planes[0].index(slot).load(BLOCKED),
-                planes[1].index(slot).load(BLOCKED),
-                planes[2].index(slot).load(BLOCKED),
-                planes[3].index(slot).load(BLOCKED),
-            )
-            n = _expand(h, planes[4].index(slot).load(BLOCKED), old_post, old_comb, False)
+            n = _expand(_load4(planes, slot), planes[4].index(slot).load(BLOCKED), old_post, old_comb, False)
             _store_each(streams + (start.to(gl.int64) * (4 * D) + column) + stream_at, n, D, mask)
             y = n[0]
             if OWN_PRE:
@@ -485,7 +486,7 @@ def _slice(
             _hand_over(total, offset, kind, handed + (i % RING * SLICES + split) * (ENTRIES * 2), first_tag + i)
         _bring(
             i + AHEAD, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + (i + AHEAD) * GROUPS) * TILE,
-            tokens, column, D, OWN_PRE, LAG, AHEAD,
+            tokens, column, D, OWN_PRE, AHEAD,
         )  # fmt: skip
         if done >= 0:
             slot = done % (LAG + 1)
@@ -493,21 +494,10 @@ def _slice(
             mask = gl.expand_dims(local < tokens - start, 1)
             own_pre = _await_gates(words, gates_at, first_tag + done)
             if OWN_PRE:
-                n = (
-                    held[0].index(slot).load(BLOCKED),
-                    held[1].index(slot).load(BLOCKED),
-                    held[2].index(slot).load(BLOCKED),
-                    held[3].index(slot).load(BLOCKED),
-                )
-                y = _collapse(
-                    n,
-                    (
-                        gl.expand_dims(own_pre[0], 1),
-                        gl.expand_dims(own_pre[1], 1),
-                        gl.expand_dims(own_pre[2], 1),
-                        gl.expand_dims(own_pre[3], 1),
-                    ),
-                )
+                gates_of = ()
+                for k in gl.static_range(4):
+                    gates_of = gates_of + (gl.expand_dims(own_pre[k], 1),)
+                y = _collapse(_load4(held, slot), gates_of)
             else:
                 y = held[0].index(slot).load(BLOCKED)
             normed = _float(y) * gl.expand_dims(own_pre[4], 1) * norm
@@ -602,7 +592,7 @@ def _add_words(at, is_pair, tag, SLICES: gl.constexpr):
 
 @gluon.jit
 def _sum_of(sums, buffer, WORD: gl.constexpr, ROW: gl.constexpr):
-    """One sum of each token: word WORD of entries 16 ROW.. ."""
+    """One sum of each token: number WORD of entries 8 ROW.. ."""
     return sums.index(buffer + WORD).slice(TILE * ROW, TILE, dim=0).load(THREADS)
 
 
@@ -640,19 +630,19 @@ class TileConfig:
 
 
 def launch_config(tokens: int, hidden: int, num_sms: int, own_pre: bool) -> TileConfig | LaunchConfig:
-    """Tiles from so many tokens on that they gain, where most multiprocessors get a slice; otherwise what `triton.py` launches."""
+    """Tiles beyond 64 tokens where most multiprocessors get slices; otherwise what `triton.py` launches."""
     slices = hidden // SLICE.value
-    groups = RESIDENT * num_sms // (slices + max(1, slices // 10)) if slices else 0
-    if tokens <= MOST_FEW[own_pre] or hidden % SLICE.value or 4 * groups * slices < 3 * RESIDENT * num_sms:
+    groups = RESIDENT * num_sms // (slices + LEAST_FINISHERS)
+    if tokens <= 64 or hidden % SLICE.value or 4 * groups * slices < 3 * RESIDENT * num_sms:
         return portable.launch_config(tokens, hidden, num_sms, own_pre)
-    return TileConfig(groups, min(8, RESIDENT * num_sms // groups - slices), *HELD[own_pre])
+    return TileConfig(groups, min(8, RESIDENT * num_sms // groups - slices), LAG, AHEAD)
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverState:
     """Memory through which the programs of a launch hand over. One per stream of launches, allocated before capture.
 
-    Launches that share it must run one after the other; any may follow any other.
+    Launches that share it must run one after the other, all with one hidden size. Nothing has to be reset between them.
     """
 
     few: portable.HandoverState
