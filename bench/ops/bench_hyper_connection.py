@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import triton
 from timing import COPY_BANDWIDTH, compile_in_processes, median_us
 
 from abyssal.ops import hyper_connection as hc
+from abyssal.ops.hyper_connection import gluon
 from abyssal.ops.hyper_connection import triton as kernel
 
 HIDDEN = (5120, 7168, 4096)
@@ -68,36 +69,49 @@ def roof_us(tokens: int, hidden: int) -> float:
     return (tokens * hidden * 2 * 10 + 24 * 4 * hidden * 4 + small) / COPY_BANDWIDTH * 1e6
 
 
-def cases(hidden_sizes: list[int], tokens: list[int], num_sms: int) -> list[tuple[int, int, bool, kernel.LaunchConfig]]:
+Config = kernel.LaunchConfig | gluon.TileConfig
+
+
+def cases(hidden_sizes: list[int], tokens: list[int], num_sms: int) -> list[tuple[int, int, bool, Config]]:
     found = []
     for hidden in hidden_sizes:
         for count in tokens:
             for own in (True, False):
-                chosen = kernel.launch_config(count, hidden, num_sms, own)
-                variants = [config_of(count, hidden, v, num_sms) for v in VARIANTS[count]] if hidden == HIDDEN[0] else []
+                chosen = gluon.launch_config(count, hidden, num_sms, own)
+                variants: list[Config] = []
+                if hidden == HIDDEN[0]:
+                    variants += [config_of(count, hidden, v, num_sms) for v in VARIANTS[count]]
                 found += [(hidden, count, own, c) for c in (chosen, *(v for v in variants if v != chosen))]
     return found
 
 
-def time_kernel(hidden: int, tokens: int, own: bool, config: kernel.LaunchConfig, cold: bool) -> float:
+def state_of(config: Config, tokens: int, hidden: int) -> gluon.HandoverState:
+    """Memory for any launch of `tokens` tokens."""
+    state = gluon.HandoverState.allocate(64, hidden, "cuda")
+    if isinstance(config, gluon.TileConfig):
+        return state
+    few = kernel.HandoverState.of_size(config.partial_rows(tokens), triton.cdiv(tokens, config.block_tokens), "cuda")
+    return replace(state, few=few)
+
+
+def time_kernel(hidden: int, tokens: int, own: bool, config: Config, cold: bool) -> float:
     arguments, weights = make_inputs(tokens, hidden, own, cold)
-    state = kernel.HandoverState.of_size(config.partial_rows(tokens), triton.cdiv(tokens, config.block_tokens), "cuda")
-    prepared = [kernel.KernelWeights.prepare(w) for w in weights]
+    state, prepared = state_of(config, tokens, hidden), [kernel.KernelWeights.prepare(w) for w in weights]
     inputs = list(zip(arguments, prepared, strict=True))
     return median_us(
-        lambda a, w: kernel.site(weights=w, state=state, config=config, **a), inputs, calls=20 if tokens < 2048 else 5
+        lambda a, w: gluon.site(weights=w, state=state, config=config, **a), inputs, calls=20 if tokens < 2048 else 5
     )
 
 
 def kernel_times(hidden: int, tokens: int, own: bool) -> dict[str, float]:
     """Microseconds of each kernel of the chosen launch, cold, by the profiler."""
     arguments, weights = make_inputs(tokens, hidden, own, cold=True)
-    state = kernel.HandoverState.allocate(tokens, hidden, "cuda")
+    state = gluon.HandoverState.allocate(tokens, hidden, "cuda")
     prepared = [kernel.KernelWeights.prepare(w) for w in weights]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
             for a, w in zip(arguments, prepared, strict=True):
-                kernel.site(weights=w, state=state, **a)
+                gluon.site(weights=w, state=state, **a)
         torch.cuda.synchronize()
     return {e.key: e.device_time for e in profile.key_averages() if e.key.startswith("hyper_connection")}
 
@@ -113,9 +127,9 @@ def compile_share(hidden_sizes: list[int], tokens: list[int], share: int, shares
     num_sms = kernel.sm_count(torch.device("cuda", 0))
     for hidden, _, own, config in cases(hidden_sizes, tokens, num_sms)[share::shares]:
         arguments, weights = make_inputs(1, hidden, own, cold=False)  # the token count is no compile-time constant
-        state = kernel.HandoverState.of_size(config.partial_rows(1), 1, "cuda")
+        state, prepared = state_of(config, 1, hidden), kernel.KernelWeights.prepare(weights[0])
         try:
-            kernel.site(weights=kernel.KernelWeights.prepare(weights[0]), state=state, config=config, **arguments[0])
+            gluon.site(weights=prepared, state=state, config=config, **arguments[0])
         except Exception as error:  # noqa: BLE001
             print(f"{config}: {type(error).__name__}", file=sys.stderr)
 
@@ -140,20 +154,18 @@ def main() -> None:
     num_sms, rows = kernel.sm_count(torch.device("cuda", 0)), []
     for hidden, tokens, own, config in cases(args.hidden, args.tokens, num_sms):
         row: dict[str, Any] = {"hidden": hidden, "tokens": tokens, "order": "v4" if own else "v41"}
-        row |= {"roof": roof_us(tokens, hidden), "chosen": config == kernel.launch_config(tokens, hidden, num_sms, own)} | asdict(
-            config
-        )
+        row |= {"roof": roof_us(tokens, hidden), "chosen": config == gluon.launch_config(tokens, hidden, num_sms, own)}
+        row["launch"] = " ".join([type(config).__name__.removesuffix("Config").lower(), *map(str, astuple(config))])
         try:
             row["cold"], row["warm"] = (time_kernel(hidden, tokens, own, config, cold) for cold in (True, False))
         except Exception as error:  # noqa: BLE001
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[-1][:60]}"
         rows.append(row)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; us, median of graph replays; roof at 4.23 TB/s")
-    print("hidden tokens order  block splits steps warps stages regs 1-launch |   cold   warm   roof share")
+    launch = "launch block_tokens block_hidden splits steps warps stages registers one_launch | tile groups finishers lag ahead"
+    print(f"hidden tokens order  {launch}: cold, warm, roof, share")
     for row in rows:
-        start = f"{row['hidden']:>6} {row['tokens']:>6} {row['order']:>5} {row['block_tokens']:>3}x{row['block_hidden']:<3} {row['splits']:>5}"
-        start += f" {row['steps']:>5} {row['num_warps']:>5} {row['num_stages']:>6} {row['registers']:>4} {row['one_launch']!s:>8}"
-        start += " *" if row["chosen"] else "  "
+        start = f"{row['hidden']:>6} {row['tokens']:>6} {row['order']:>5}  {row['launch']:<32}{' *' if row['chosen'] else '  '}"
         times = (
             f"{row['cold']:>7.2f}{row['warm']:>7.2f}{row['roof']:>7.2f}{row['roof'] / row['cold']:>6.0%}"
             if "cold" in row

@@ -6,6 +6,7 @@ import torch
 from bench_hyper_connection import make_inputs
 
 from abyssal.ops import hyper_connection as hc
+from abyssal.ops.hyper_connection import gluon
 from abyssal.ops.hyper_connection import triton as kernel
 
 
@@ -30,6 +31,13 @@ def main() -> None:
                     kernel.site(weights=prepared, state=state, with_mean=True, config=each, **inputs)
                     torch.cuda.synchronize()
                     launches += 1
+        prepared, tiles = kernel.KernelWeights.prepare(full), gluon.HandoverState.allocate(64, hidden, "cuda")
+        arguments, _ = make_inputs(100, hidden, own, cold=False)
+        for groups in (1, 3):
+            tile_config = gluon.TileConfig(groups, 1, gluon.LAG, gluon.AHEAD)
+            gluon.site(weights=prepared, state=tiles, config=tile_config, **arguments[0])
+            torch.cuda.synchronize()
+            launches += 1
     print(f"{launches} launches")
 
 

@@ -19,7 +19,7 @@ import torch
 from bench_hyper_connection import make_inputs
 from timing import compile_in_processes
 
-from abyssal.ops.hyper_connection import triton as kernel
+from abyssal.ops.hyper_connection import gluon as kernel
 
 TOKENS = (1, 8, 64, 512)
 FIELDS = ("streams", "x", "pre", "post", "comb")

@@ -1,5 +1,6 @@
 """Hyper-connections against the steps of V4 spec 2.2 to 2.4, written out per token."""
 
+import functools
 import itertools
 import math
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from abyssal.ops import hyper_connection as hc
+from abyssal.ops.hyper_connection import gluon as tiles
 from abyssal.ops.hyper_connection import triton as kernel
 
 EPS = 1e-6
@@ -441,8 +443,68 @@ def test_kernel_at_many_tokens(own):
     check_site(got, arguments, weights)
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["v4", "v41"])
+def test_tiles_config(own):
+    """Where tiles run, a program of two per multiprocessor has its registers and its shared memory, and the ring is longer than the lag."""
+    for hidden, tokens, sms in itertools.product((48, 64, 256, 4096, 5120, 7168), (1, 64, 65, 512, 1025, 8192), (78, 132)):
+        config = tiles.launch_config(tokens, hidden, sms, own)
+        if isinstance(config, tiles.TileConfig):
+            assert hidden % 128 == 0 and tokens > 64
+            programs = config.groups * (hidden // 128 + config.finishers)
+            assert 2 * sms * 0.75 <= config.groups * hidden // 128 < programs <= 2 * sms
+            assert config.finishers >= 1 and config.lag < tiles.RING.value
+            assert 2048 * (config.lag + 1) * (4 if own else 1) + (5 * 2048 + 640) * config.ahead + 8192 < (227 << 10) / 2 - 1024
+        else:
+            assert config == kernel.launch_config(tokens, hidden, sms, own)
+    assert isinstance(tiles.launch_config(4096, 5120, 132, own), tiles.TileConfig)
+    assert isinstance(tiles.launch_config(4096, 5120, 60, own), kernel.LaunchConfig)
+
+
+def test_tiles_refuse_by_name():
+    arguments, weights = make_site(2, 256)
+    state = tiles.HandoverState.allocate(2, 256, KERNEL_DEVICE, num_sms=4)
+    site = functools.partial(tiles.site, weights=kernel.KernelWeights.prepare(weights), state=state, **arguments)
+    with pytest.raises(ValueError, match="without the mean"):
+        site(config=tiles.TileConfig(1, 1, 7, 3), with_mean=True)
+    with pytest.raises(ValueError, match="hand-over state holds"):
+        site(config=tiles.TileConfig(5, 1, 7, 3))
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]
+
+
+def check_tiles(tokens, hidden, own, config):
+    """As exact as it must be, with the same bits each time, and for each token wherever it lies in the batch."""
+    arguments, weights = make_site(tokens, hidden, own=own, seed=tokens, iterations=20)
+    state, prepared = tiles.HandoverState.allocate(64, hidden, "cuda"), kernel.KernelWeights.prepare(weights)
+    got, again = (tiles.site(weights=prepared, state=state, config=config, **arguments) for _ in range(2))
+    check_site(got, arguments, weights)
+    order = torch.randperm(tokens, device="cuda")[: (tokens + 1) // 2]
+    fewer = {k: v[order].contiguous() if torch.is_tensor(v) and k != "norm_weight" else v for k, v in arguments.items()}
+    part = tiles.site(weights=prepared, state=state, config=config, **fewer)
+    for name in ("streams", "x", "pre", "post", "comb"):
+        assert torch.equal(getattr(got, name), getattr(again, name)), name
+        assert torch.equal(getattr(got, name)[order], getattr(part, name)), name
+
+
+@pytest.mark.parametrize("hidden", [pytest.param(hidden, marks=hopper) for hidden in (4096, 5120, 7168)])
+@pytest.mark.parametrize("own", [True, False], ids=["v4", "v41"])
+def test_tiles_at_released_sizes(own, hidden):
+    for tokens in (65, 300, 4100):
+        check_tiles(tokens, hidden, own, tiles.launch_config(1 << 20, hidden, 132, own))
+
+
+@pytest.mark.parametrize("own", [pytest.param(True, marks=hopper, id="v4"), pytest.param(False, marks=hopper, id="v41")])
+def test_tiles_of_few_groups_and_more_groups_than_tiles(own):
+    """A ring that is used again and again, one finisher, and programs without a tile."""
+    for groups, finishers, tokens in ((1, 1, 700), (2, 3, 1), (3, 1, 9), (20, 1, 700)):
+        check_tiles(tokens, 256, own, tiles.TileConfig(groups, finishers, tiles.LAG, tiles.AHEAD))
+
+
 @pytest.mark.gpu
-def test_kernel_replays_in_a_graph_beside_other_work():
+@pytest.mark.parametrize("kernel", [kernel, pytest.param(tiles, marks=hopper)], ids=["triton", "gluon"])
+def test_kernel_replays_in_a_graph_beside_other_work(kernel):
     """Launches of several shapes share one state; a second stream is busy; every replay gives the same bits."""
     state = kernel.HandoverState.allocate(512, 5120, "cuda")
     sites = [make_site(tokens, 5120, own=own, seed=tokens, iterations=20) for tokens in (1, 8, 64, 512) for own in (True, False)]

@@ -26,7 +26,7 @@ from abyssal.ops.decode_facts import Plan
 from abyssal.ops.decode_facts.triton import decode_facts
 from abyssal.ops.engram.triton import SharedTable, engram, share_table, table_rows
 from abyssal.ops.hyper_connection import MixWeights, Site
-from abyssal.ops.hyper_connection import triton as hc
+from abyssal.ops.hyper_connection import triton as portable_hc
 from abyssal.ops.index_query.triton import index_query
 from abyssal.ops.index_score import triton as portable_score
 from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES
@@ -94,6 +94,12 @@ class KernelOps:
 
             attention = hopper_attention.sparse_attention
             gluon.append("sparse_attention")
+        self._sites: Any = portable_hc
+        if backend == "hopper":
+            from abyssal.ops.hyper_connection import gluon as hopper_hc
+
+            self._sites = hopper_hc
+            gluon.append("hyper_connection")
         if backend == "hopper" and all(spec.layout.name != "index_bf16" for spec in keys) and not one_scorer:
             from abyssal.ops.index_score import gluon as hopper_score
 
@@ -112,7 +118,9 @@ class KernelOps:
 
     def _reserve(self, tokens: int) -> None:
         """Memory through which the programs of a `site` hand their sums over."""
-        self._handover = hc.HandoverState.allocate(tokens, self.hidden, self.device, batch_invariant=self.batch_invariant)
+        self._handover = self._sites.HandoverState.allocate(
+            tokens, self.hidden, self.device, batch_invariant=self.batch_invariant
+        )
         self._reserved = tokens
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -292,8 +300,8 @@ class KernelOps:
     def engram(self, streams: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
         return engram(streams, key, value, weight, eps)
 
-    def mix_weights(self, weights: MixWeights) -> hc.KernelWeights:
-        return hc.KernelWeights.prepare(weights)
+    def mix_weights(self, weights: MixWeights) -> portable_hc.KernelWeights:
+        return portable_hc.KernelWeights.prepare(weights)
 
     def site(
         self,
@@ -311,13 +319,14 @@ class KernelOps:
     ) -> Site:
         if len(source) > self._reserved:
             self._reserve(len(source))
-        return hc.site(
+        result: Site = self._sites.site(
             source, norm_weight, weights, self._handover, out=out, post=post, comb=comb, pre=pre, rms_eps=rms_eps, eps=eps,
             iterations=iterations, batch_invariant=self.batch_invariant,
         )  # fmt: skip
+        return result
 
     def expand(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        return hc.expand(streams, out, post, comb)
+        return portable_hc.expand(streams, out, post, comb)
 
     def prepare_experts(self, layer: ExpertLayer) -> KernelExperts:
         return prepare_experts(layer)
@@ -350,7 +359,7 @@ def check_model(model: ModelConfig, caches: CachePlan) -> None:
     """
     limits = [
         ("num_attention_heads", model.num_heads, model.num_heads <= MAX_HEADS, f"at most {MAX_HEADS}"),
-        ("hc_mult", model.hc_mult, model.hc_mult == hc.STREAMS, str(hc.STREAMS)),
+        ("hc_mult", model.hc_mult, model.hc_mult == portable_hc.STREAMS, str(portable_hc.STREAMS)),
         ("hidden_size", model.hidden_size, model.hidden_size % 16 == 0, "a multiple of 16"),
     ]
     indexed = [plan for plan in model.layers if plan.index_source is not None]

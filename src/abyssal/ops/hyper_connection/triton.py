@@ -217,7 +217,7 @@ def site(
         batch_invariant: a token's results do not depend, bit for bit, on the number of tokens.
     """
     tokens, hidden = source.shape[0], source.shape[-1]
-    _check(source, norm_weight, weights, out, post, comb, pre)
+    check(source, norm_weight, weights, out, post, comb, pre)
     expanded = out is not None
     streams = source if source.dim() == 3 and not expanded else source.new_empty(tokens, STREAMS, hidden)
     x = source.new_empty(tokens, hidden)
@@ -281,7 +281,7 @@ def site(
 def expand(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """`abyssal.ops.hyper_connection.expand` for bf16: where the streams change before the next site (V4.1's Engram)."""
     tokens, hidden = streams.shape[0], streams.shape[-1]
-    _check(streams, None, None, out, post, comb, None)
+    check(streams, None, None, out, post, comb, None)
     new = torch.empty_like(streams)
     if tokens == 0:
         return new
@@ -323,7 +323,7 @@ def _finish_constants(config: LaunchConfig, hidden: int) -> dict[str, Any]:
     }
 
 
-def _check(
+def check(
     source: Tensor,
     norm_weight: Tensor | None,
     weights: KernelWeights | None,
@@ -566,20 +566,20 @@ def _denominators(m, stride: tl.constexpr, step: tl.constexpr, factors, before, 
 
 
 @triton.jit
-def _sinkhorn(raw, eps, ITERATIONS: tl.constexpr):
-    """raw [n, 32], columns 0 to 15 the logits -> comb, 16 x [n], row-major (V4 spec 2.2, step 7).
+def _sinkhorn(logits, eps, ITERATIONS: tl.constexpr):
+    """16 logits or more, [n] each, row-major -> comb, 16 x [n] (V4 spec 2.2, step 7).
 
     Every matrix on the way is r[j] m[j, k] c[k]; only the factors change. Dividing row j by its sum + eps turns 1 / r[j] into
     sum_k m[j, k] c[k] + eps / r[j]: the denominators R = 1 / r and C = 1 / c are what is carried.
     """
-    logits, m = _unpack((raw,), 32), ()
+    m = ()
     for j in tl.static_range(4):
         a, b, c, d = logits[4 * j], logits[4 * j + 1], logits[4 * j + 2], logits[4 * j + 3]
         top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
         a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
         total = (a + b) + (c + d)
         m = m + (a / total + eps, b / total + eps, c / total + eps, d / total + eps)
-    one = tl.full((raw.shape[0],), 1.0, tl.float32)
+    one = m[0] * 0.0 + 1.0
     R = (one, one, one, one)
     r = R
     C = _denominators(m, 1, 4, r, R, eps)
@@ -685,7 +685,7 @@ def _coefficients(
     tl.store(pre_out + at - 20, gates + eps, mask=valid[:, None] & ((column >= 20) & (column < 24))[None, :])
     if ROWS == 24:
         tl.store(post_out + at - 16, gates * 2.0, mask=valid[:, None] & ((column >= 16) & (column < 20))[None, :])
-        _store_each(comb_out + local * 16, _sinkhorn(raw, eps, ITERATIONS), 1, valid)
+        _store_each(comb_out + local * 16, _sinkhorn(_unpack((raw,), 32), eps, ITERATIONS), 1, valid)
 
 
 @triton.jit
@@ -701,9 +701,9 @@ def _own_gates(row, base, scale, rms_eps, eps, D: tl.constexpr, BT: tl.constexpr
 
 
 @triton.jit
-def _own_pre(sums, base, scale, rms_eps, eps, D: tl.constexpr):
-    """sums [BT, 16]: raw pre, then G -> pre and 1 / rms of the collapsed vector, [BT] each."""
-    v, pre = _unpack((sums,), 16), ()
+def _own_pre(v, base, scale, rms_eps, eps, D: tl.constexpr):
+    """Sums, [BT] each: raw pre, then G -> pre and 1 / rms of the collapsed vector, [BT] each."""
+    pre = ()
     rstd = tl.rsqrt(((v[4] + v[5]) + (v[6] + v[7])) / (4 * D) + rms_eps)
     for k in tl.static_range(4):
         pre = pre + (_sigmoid(v[k] * rstd * scale[k] + base[k]) + eps,)
@@ -824,7 +824,7 @@ def _slice(
         tl.debug_barrier()
     if OWN_PRE:
         totals = _sum_gathered(_gather(partials, 0, left, 20, BT, 16, BT, SPLITS, CHUNK), 16)
-        own, factor = _own_pre(totals, pre_base, pre_scale, rms_eps, eps, D)
+        own, factor = _own_pre(_unpack((totals,), 16), pre_base, pre_scale, rms_eps, eps, D)
         y = _collapse(n, (own[0][:, None], own[1][:, None], own[2][:, None], own[3][:, None]))
     else:
         totals = tl.sum(_gather(partials, 0, left, 25, BT, 1, BT, SPLITS, CHUNK), axis=0)
