@@ -20,7 +20,17 @@ from abyssal.kv import layouts
 from abyssal.kv.batch import CompressFacts, StoreFacts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import early, exp2, finish_row, load_finish, loads_in_flight, reciprocal, round_like, wait_for_inputs
+from abyssal.ops._records import (
+    early,
+    exp2,
+    finish_rows,
+    load_finish,
+    loads_in_flight,
+    reciprocal,
+    round_like,
+    wait_for_inputs,
+    zero_behind_loads,
+)  # fmt: skip
 from abyssal.ops.qkv_insert.triton import window_store
 
 
@@ -38,18 +48,20 @@ class Pages:
 class CompressConfig:
     """A program has all D channels of what it pools, so that the norm needs no other and pooling no exchange."""
 
-    num_warps: int  # fixes the order of the norm's sum
+    num_warps: int  # fixes, with `rows`, the order of the norm's sum
+    rows: int = 1  # entries together
+    steps: int = 1  # of so many entries, one after the other
 
 
 @dataclass(frozen=True, slots=True)
 class SumConfig:
     """Of the first launch for long groups."""
 
-    part: int  # rows of a group that one program sums, a multiple of ROWS_AT_ONCE; 0: all of them, one by one
+    rows: int  # of a group, loaded together
     num_warps: int
+    one_by_one: bool = False  # one program sums all rows of a group, one after the other
 
 
-ROWS_AT_ONCE = 8  # of a long group, loaded together
 AT_ONCE = 8  # sums of parts, loaded together
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -62,9 +74,9 @@ def compress_config(dim: int, overlap: bool) -> CompressConfig:
 def config_of_sums(groups: int, batch_invariant: bool) -> SumConfig:
     """Added up row by row, sums have the same bits wherever a step ends and the next goes on with them.
 
-    Else 8 rows per program, or 16 where groups alone keep the card busy.
+    Else 16 rows per program: 64 KiB, of which two programs per multiprocessor keep memory busy.
     """
-    return SumConfig(0 if batch_invariant else ROWS_AT_ONCE if groups < 16 else 2 * ROWS_AT_ONCE, 8)
+    return SumConfig(8, 8, True) if batch_invariant else SumConfig(16, 8)
 
 
 @triton.jit
@@ -148,6 +160,21 @@ def _load_scored(row, there, D: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _load_group(
+    pointer, source, end, target, SLOTS: tl.constexpr, RATIO: tl.constexpr, OWN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Scores and values of a group's rows, tuples of [1, D] or, with vectors of pointers [ROWS, 1], of as many groups."""
+    score, value = (), ()
+    for i in tl.static_range(SLOTS):
+        loaded = _load_scored(
+            pointer[i] + (OWN if i >= SLOTS - RATIO else 0), tl.where(target >= 0, end - source[i], 0), D, WIDTH
+        )
+        score += (loaded[0],)
+        value += (loaded[1],)
+    return score, value
+
+
+@triton.jit
 def _sums_of(score, value):
     """Tuples of [1, D] -> largest score, sum of exp(score - it), and sum of exp(score - it) value."""
     top = score[0]
@@ -206,8 +233,8 @@ def compress_kernel(
     rows, rows_stride, num_tokens, bias, phases, norm, sources, num_groups, carried, num_carried, store_rows, store_slots,
     state_pages, state_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
     OVERLAP: tl.constexpr, HADAMARD: tl.constexpr, ROPE: tl.constexpr, BF16: tl.constexpr, SLOTS: tl.constexpr,
-    TOKEN_EACH: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr, STATE_ENTRIES: tl.constexpr,
-    EARLY: tl.constexpr,
+    TOKEN_EACH: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
+    STATE_ENTRIES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs up to num_groups - 1 pool a group of SLOTS rows each, the others copy one state row each.
 
@@ -218,57 +245,84 @@ def compress_kernel(
     RATIO: tl.constexpr = SLOTS // 2 if OVERLAP else SLOTS
     # With overlap a row serves the next group with its first half, its own with its second.
     OWN: tl.constexpr = D if OVERLAP else 0
-    program = tl.program_id(0)
-    if program >= num_groups:
+    program, groups = tl.program_id(0), tl.cdiv(num_groups, STEPS * ROWS)
+    if program >= groups:
         _copy_row(
-            rows, rows_stride, bias, phases, store_rows, store_slots, program - num_groups, state_pages, state_page_bytes,
+            rows, rows_stride, bias, phases, store_rows, store_slots, program - groups, state_pages, state_page_bytes,
             STATE_ENTRIES, WIDTH, EARLY,
         )  # fmt: skip
-    else:
+    elif TOKEN_EACH:
         target = tl.load(entry_slots + program).to(tl.int64)
-        norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
+        norm_weight, cos, sin = load_finish(norm, rope, program, 1, D, ROPE)
+        own = rows + program.to(tl.int64) * rows_stride
+        slots = ()
+        for i in tl.static_range(SLOTS - 1):
+            slots += (tl.load(carried + program * (SLOTS - 1) + i),)
+        added = 0.0 if bias is None else _load_row(bias + tl.load(phases + program) * (WIDTH // 2) + OWN, D)
+        loads_in_flight()
         score, value = (), ()
-        if TOKEN_EACH:
-            own = rows + program.to(tl.int64) * rows_stride
-            slots = ()
-            for i in tl.static_range(SLOTS - 1):
-                slots += (tl.load(carried + program * (SLOTS - 1) + i),)
-            added = 0.0 if bias is None else _load_row(bias + tl.load(phases + program) * (WIDTH // 2) + OWN, D)
-            loads_in_flight()
-            for i in tl.static_range(SLOTS - 1):
-                row = _record(state_pages, state_page_bytes, slots[i], STATE_ENTRIES, WIDTH)
-                there = tl.where(target >= 0, slots[i] + 1, 0)
-                loaded = _load_scored(row + (OWN if i >= SLOTS - RATIO else 0), there, D, WIDTH)
-                score += (loaded[0],)
-                value += (loaded[1],)
-            m, s, v = _sums_of(score, value)
-            wait_for_inputs(EARLY)
-            last_score, last_value = _load_row(own + OWN + WIDTH // 2, D) + added, _load_row(own + OWN, D)
-        else:
-            source, pointer = _sources(
-                sources + program.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
-                state_page_bytes, SLOTS, WIDTH, STATE_ENTRIES,
-            )  # fmt: skip
-            wait_for_inputs(EARLY)
-            for i in tl.static_range(SLOTS):
-                there = tl.where(target >= 0, num_carried + num_tokens - source[i], 0)
-                loaded = _load_scored(pointer[i] + (OWN if i >= SLOTS - RATIO else 0), there, D, WIDTH)
-                score += (loaded[0],)
-                value += (loaded[1],)
-            loads_in_flight()
-            if bias is not None:
-                biased = ()
-                for i in tl.static_range(SLOTS):
-                    place = bias + i % RATIO * (WIDTH // 2) + (OWN if i >= SLOTS - RATIO else 0) + tl.arange(0, D)[None, :]
-                    biased += (score[i] + tl.load(place, mask=_mask(source[i] - num_carried + 1, D), other=0.0),)
-                score = biased
-            m, s, v = _sums_of(score[: SLOTS - 1], value[: SLOTS - 1])
-            last_score, last_value = score[SLOTS - 1], value[SLOTS - 1]
+        for i in tl.static_range(SLOTS - 1):
+            row = _record(state_pages, state_page_bytes, slots[i], STATE_ENTRIES, WIDTH)
+            there = tl.where(target >= 0, slots[i] + 1, 0)
+            loaded = _load_scored(row + (OWN if i >= SLOTS - RATIO else 0), there, D, WIDTH)
+            score += (loaded[0],)
+            value += (loaded[1],)
+        m, s, v = _sums_of(score, value)
+        wait_for_inputs(EARLY)
+        last_score, last_value = _load_row(own + OWN + WIDTH // 2, D) + added, _load_row(own + OWN, D)
         if target >= 0:
             m, s, v = _add_row(m, s, v, last_score, last_value)
-            finish_row(
+            finish_rows(
                 round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
-                latent, stored, True, ROPE, HADAMARD, BF16, layout, ENTRIES,
+                latent, stored, True, ROPE, HADAMARD, BF16, layout, ENTRIES, 1,
+            )  # fmt: skip
+    else:
+        places = ()
+        for i in tl.static_range(SLOTS):
+            if bias is None:
+                places += (0.0,)
+            else:
+                places += (_load_row(bias + i % RATIO * (WIDTH // 2) + (OWN if i >= SLOTS - RATIO else 0), D),)
+        targets, index, source, pointer = (), (), (), ()
+        for step in tl.static_range(STEPS):
+            group = (program * STEPS + step) * ROWS
+            if ROWS > 1:
+                group += tl.arange(0, ROWS)[:, None]
+            there = group < num_groups
+            group = tl.where(there, group, 0)
+            target = tl.where(there, tl.load(entry_slots + group), -1)
+            index += (tl.where(target >= 0, group, -1),)
+            targets += (target,)
+            found = _sources(
+                sources + group.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
+                state_page_bytes, SLOTS, WIDTH, STATE_ENTRIES,
+            )  # fmt: skip
+            source += (found[0],)
+            pointer += (found[1],)
+        norm_weight, cos, sin = load_finish(norm, rope, tl.maximum(index[0], 0), ROWS, D, ROPE)
+        wait_for_inputs(EARLY)
+        score, value = _load_group(
+            pointer[0], source[0], num_carried + num_tokens, targets[0], SLOTS, RATIO, OWN, D, WIDTH,
+        )  # fmt: skip
+        for step in tl.static_range(STEPS):
+            zero, biased = zero_behind_loads(), ()
+            for i in tl.static_range(SLOTS):
+                if bias is None:
+                    biased += (score[i] + zero * 1.0,)
+                else:
+                    biased += (score[i] + tl.where(_mask(source[step][i] - num_carried + 1 + zero, D), places[i], 0.0),)
+            score = biased
+            m, s, v = _sums_of(score[: SLOTS - 1], value[: SLOTS - 1])
+            m, s, v = _add_row(m, s, v, score[SLOTS - 1], value[SLOTS - 1])
+            here_cos, here_sin = cos, sin
+            if step + 1 < STEPS:
+                score, value = _load_group(
+                    pointer[step + 1], source[step + 1], num_carried + num_tokens, targets[step + 1], SLOTS, RATIO, OWN, D, WIDTH,
+                )  # fmt: skip
+                _, cos, sin = load_finish(None, rope, tl.maximum(index[step + 1], 0), ROWS, D, ROPE)
+            finish_rows(
+                round_like(v * reciprocal(s), BF16), norm_weight, here_cos, here_sin, eps, index[step], pages, page_bytes,
+                tl.reshape(targets[step] + tl.zeros((ROWS, 1), tl.int32), (ROWS,)).to(tl.int64), latent, stored, True, ROPE, HADAMARD, BF16, layout, ENTRIES, ROWS,
             )  # fmt: skip
 
 
@@ -280,9 +334,10 @@ def sum_parts_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums over `blocks` times ROWS rows of a group, to partial fp32 [G, parts, 3, D]; the first part goes on with carried sums."""
-    group, part = tl.program_id(0), tl.program_id(1)
+    part, group = tl.program_id(0), tl.program_id(1)
     before = tl.load(carried_sums + group, mask=part == 0, other=-1)
     m, s, v = _load_sums(_record(sum_pages, sum_page_bytes, before, SUM_ENTRIES, 3 * D), before + 1, D)
+    end = num_carried + num_tokens
     for block in range(blocks):
         source, pointer = _sources(
             sources + group.to(tl.int64) * num_slots, (part * blocks + block) * ROWS, num_slots, num_tokens, carried, num_carried, rows,
@@ -293,18 +348,18 @@ def sum_parts_kernel(
             if bias is None:
                 added += (0.0,)
             else:
-                of_step = (source[i] >= num_carried) & (source[i] < num_carried + num_tokens)
+                of_step = (source[i] >= num_carried) & (source[i] < end)
                 phase = tl.load(phases + source[i] - num_carried, mask=of_step, other=0)
-                added += (tl.load(bias + phase * D + tl.arange(0, D)[None, :], mask=_mask(of_step, D), other=0.0),)
+                added += (_load_row(bias + phase * D, D),)
         wait_for_inputs(EARLY)
         score, value = (), ()
         for i in tl.static_range(ROWS):
-            loaded = _load_scored(pointer[i], num_carried + num_tokens - source[i], D, 2 * D)
+            loaded = _load_scored(pointer[i], end - source[i], D, 2 * D)
             score += (loaded[0],)
             value += (loaded[1],)
-        biased = ()
+        zero, biased = zero_behind_loads(), ()
         for i in tl.static_range(ROWS):
-            biased += (score[i] + added[i],)
+            biased += (score[i] + tl.where(_mask(source[i] - num_carried + 1 + zero, D), added[i], 0.0),)
         if ONE_BY_ONE:
             for i in tl.static_range(ROWS):
                 m, s, v = _add_row(m, s, v, biased[i], value[i])
@@ -312,7 +367,7 @@ def sum_parts_kernel(
             m, s, v = _add(m, s, v, biased, None, value)
     if blocks == 0:
         wait_for_inputs(EARLY)
-    _store_sums(partial + (group.to(tl.int64) * tl.num_programs(1) + part) * (3 * D), m, s, v, D)
+    _store_sums(partial + (group.to(tl.int64) * tl.num_programs(0) + part) * (3 * D), m, s, v, D)
 
 
 @triton.jit(do_not_specialize=["parts", "num_groups", "num_entries"])
@@ -339,7 +394,7 @@ def merge_parts_kernel(
         cos = tl.zeros((1, D // 2), tl.float32)
         sin = tl.zeros((1, D // 2), tl.float32)
         if complete:
-            norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
+            norm_weight, cos, sin = load_finish(norm, rope, program, 1, D, ROPE)
         wait_for_inputs(EARLY)
         m = tl.full((1, D), float("-inf"), tl.float32)
         s = tl.zeros((1, D), tl.float32)
@@ -355,9 +410,9 @@ def merge_parts_kernel(
             m, s, v = _add(m, s, v, top, total, value)
         if target >= 0:
             if complete:
-                finish_row(
+                finish_rows(
                     round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes,
-                    target + tl.zeros((1,), tl.int64), latent, stored, True, ROPE, False, BF16, layout, ENTRIES,
+                    target + tl.zeros((1,), tl.int64), latent, stored, True, ROPE, False, BF16, layout, ENTRIES, 1,
                 )  # fmt: skip
             else:
                 _store_sums(_record(sum_pages, sum_page_bytes, target, SUM_ENTRIES, 3 * D), m, s, v, D)
@@ -391,7 +446,7 @@ def token_each_kernel(
     x = _load_row(own, 2 * D) + added
     if target >= 0:
         m, s, v = _load_sums(_record(sum_pages, sum_page_bytes, before, SUM_ENTRIES, 3 * D), before + 1, D)
-        norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
+        norm_weight, cos, sin = load_finish(norm, rope, program, 1, D, ROPE)
         source, pointer = _sources(
             sources + program.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
             state_page_bytes, SLOTS, 2 * D, STATE_ENTRIES,
@@ -402,9 +457,9 @@ def token_each_kernel(
             if i == SLOTS - 1 and bias is not None:
                 biased += _load_row(bias + tl.load(phases + program) * D, D)
             m, s, v = _add_row(m, s, v, biased, loaded[1])
-        finish_row(
+        finish_rows(
             round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
-            latent, stored, True, ROPE, False, BF16, layout, ENTRIES,
+            latent, stored, True, ROPE, False, BF16, layout, ENTRIES, 1,
         )  # fmt: skip
     tl.debug_barrier()  # the entry has read what is replaced now
     if open_target >= 0:
@@ -480,12 +535,12 @@ def compress(
     of_entries = (entries.data, entries.data.stride(0), entry_slots, torch.view_as_real(rope), latent, stored, eps)
     finish = {"ROPE": 2 * rope.shape[1], "BF16": dtype == torch.bfloat16, "layout": layout, "ENTRIES": entries.entries_per_page}
     if sums is None:
-        programs = groups + num_store
+        programs = triton.cdiv(groups, config.rows * config.steps) + num_store
         if programs:
             compress_kernel[(programs,)](
                 *of_rows, norm, facts.sources, groups, carried, len(carried), store.rows, store_slots, *of_state, *of_entries,
-                OVERLAP=overlap, HADAMARD=rotate_keys, SLOTS=slots, TOKEN_EACH=facts.token_each, **finish, **options,
-                **early(programs, rows),
+                OVERLAP=overlap, HADAMARD=rotate_keys, SLOTS=slots, TOKEN_EACH=facts.token_each, ROWS=config.rows, STEPS=config.steps,
+                **finish, **options, **early(programs, rows),
             )  # fmt: skip
         return latent
     assert not overlap and not rotate_keys, "only main KV, without overlap, has running sums"
@@ -498,15 +553,15 @@ def compress(
             SLOTS=slots, **finish, **options, **early(len(rows), rows),
         )  # fmt: skip
         return latent
-    parts_config = sum_config or config_of_sums(groups, batch_invariant)
-    blocks = triton.cdiv(parts_config.part or slots, ROWS_AT_ONCE)
-    parts = triton.cdiv(slots, blocks * ROWS_AT_ONCE) if slots else 1
+    summing = sum_config or config_of_sums(groups, batch_invariant)
+    blocks = triton.cdiv(slots, summing.rows) if summing.one_by_one else 1
+    parts = 1 if summing.one_by_one else max(1, triton.cdiv(slots, summing.rows))
     partial = torch.empty(groups, parts, 3, dim, dtype=torch.float32, device=rows.device)
     if groups:
-        sum_parts_kernel[(groups, parts)](
+        sum_parts_kernel[(parts, groups)](
             *of_rows, facts.sources, slots, carried, len(carried), *of_state, carried_sums, *of_sums, partial, blocks,
-            D=dim, ROWS=ROWS_AT_ONCE, ONE_BY_ONE=parts_config.part == 0, **early(groups * parts, rows),
-            **options | {"num_warps": parts_config.num_warps},
+            D=dim, ROWS=summing.rows, ONE_BY_ONE=summing.one_by_one, **early(groups * parts, rows),
+            **options | {"num_warps": summing.num_warps},
         )  # fmt: skip
     if groups + num_store:  # no program here reads what another one replaces: carried sums and state rows have been read
         merge_parts_kernel[(groups + num_store,)](
@@ -554,11 +609,18 @@ def aot_cases() -> list[AotCase]:
             continue
         pooled = finish | {"OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "SLOTS": slots}
         for each in (False, True):
-            cases.append(case(f"ratio {ratio} {name} token each={each}", compress_kernel, warps, pooled | {"TOKEN_EACH": each}))
+            cases.append(
+                case(
+                    f"ratio {ratio} {name} token each={each}",
+                    compress_kernel,
+                    warps,
+                    pooled | {"TOKEN_EACH": each, "ROWS": 1, "STEPS": 1},
+                )
+            )
     for one_by_one in (False, True):
+        summing = config_of_sums(1, one_by_one)
         constants = {
-            "D": 512, "ROWS": ROWS_AT_ONCE, "ONE_BY_ONE": one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1, "EARLY": True,
+            "D": 512, "ROWS": summing.rows, "ONE_BY_ONE": one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1, "EARLY": True,
         }  # fmt: skip
-        warps = config_of_sums(1, one_by_one).num_warps
-        cases.append(case(f"ratio 128 parts, one by one={one_by_one}", sum_parts_kernel, warps, constants))
+        cases.append(case(f"ratio 128 parts, one by one={one_by_one}", sum_parts_kernel, summing.num_warps, constants))
     return cases

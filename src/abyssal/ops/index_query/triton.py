@@ -53,38 +53,44 @@ def index_query_kernel(
     HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, D: tl.constexpr, HADAMARD: tl.constexpr, quant: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A vector is handled in halves, of which RoPE turns the second; its Hadamard rotation is (a H + b H, a H - b H), H of half the size."""
-    HALF: tl.constexpr = D // 2
+    """A vector is handled in quarters, of which RoPE turns the last two; the last butterflies of its Hadamard rotation lie between them."""
+    WIDTH: tl.constexpr = D // 4
     SCALE: tl.constexpr = D**-0.5
     BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16
     program = tl.program_id(0)
     token = (program // (HEADS // PER_PROGRAM)).to(tl.int64)
     head = program % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
-    column = tl.arange(0, HALF)[None, :]
+    column = tl.arange(0, WIDTH)[None, :]
     here = q + token * q_stride_t + head * q_stride_h + column
     wait_for_inputs(EARLY)
-    a, b = to_fp32(tl.load(here)), to_fp32(tl.load(here + HALF))
+    a, b = to_fp32(tl.load(here)), to_fp32(tl.load(here + WIDTH))
+    c, d = to_fp32(tl.load(here + 2 * WIDTH)), to_fp32(tl.load(here + 3 * WIDTH))
     weight = to_fp32(tl.load(head_weights + token * weights_stride + head)) * (SCALE * HEADS**-0.5)
-    cos, sin = load_rope(rope, token, PER_PROGRAM, HALF, HALF)
-    b = round_like(rotate(b, cos, sin, PER_PROGRAM, HALF, HALF), BF16)
+    cos, sin = load_rope(rope, 2 * token, PER_PROGRAM, WIDTH, WIDTH)
+    c = round_like(rotate(c, cos, sin, PER_PROGRAM, WIDTH, WIDTH), BF16)
+    cos, sin = load_rope(rope, 2 * token + 1, PER_PROGRAM, WIDTH, WIDTH)
+    d = round_like(rotate(d, cos, sin, PER_PROGRAM, WIDTH, WIDTH), BF16)
     if HADAMARD:
-        a, b = hadamard(a, HALF), hadamard(b, HALF) * SCALE
-        a, b = round_like(tl.fma(a, SCALE, b), BF16), round_like(tl.fma(a, SCALE, -b), BF16)
+        a, b, c, d = hadamard(a, WIDTH), hadamard(b, WIDTH), hadamard(c, WIDTH), hadamard(d, WIDTH)
+        a, b, c, d = a + b, a - b, (c + d) * SCALE, (c - d) * SCALE
+        a, b, c, d = tl.fma(a, SCALE, c), tl.fma(b, SCALE, d), tl.fma(a, SCALE, -c), tl.fma(b, SCALE, -d)
+        a, b, c, d = round_like(a, BF16), round_like(b, BF16), round_like(c, BF16), round_like(d, BF16)
     there = result + (token * HEADS + head) * D + column
+    quarters = a, b, c, d
     if quant is None:
-        store_like(there, a)
-        store_like(there + HALF, b)
+        for i in tl.static_range(4):
+            store_like(there + i * WIDTH, quarters[i])
     elif quant.kind == "e4m3":  # one tile per head: its scale is positive, so it passes through the relu into the weight
         tl.static_assert(quant.tile == D)
-        amax = tl.maximum(tl.max(tl.abs(a), 1, keep_dims=True), tl.max(tl.abs(b), 1, keep_dims=True))
-        exponent = scale_exponent(amax, "e4m3")
+        most = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+        exponent = scale_exponent(tl.max(most, 1, keep_dims=True), "e4m3")
         inverse = power_of_two(-exponent)
-        tl.store(there, e4m3_codes(a * inverse))
-        tl.store(there + HALF, e4m3_codes(b * inverse))
+        for i in tl.static_range(4):
+            tl.store(there + i * WIDTH, e4m3_codes(quarters[i] * inverse))
         weight *= power_of_two(exponent)
     else:
-        store_like(there, _on_e2m1(a, quant.tile, PER_PROGRAM, HALF))
-        store_like(there + HALF, _on_e2m1(b, quant.tile, PER_PROGRAM, HALF))
+        for i in tl.static_range(4):
+            store_like(there + i * WIDTH, _on_e2m1(quarters[i], quant.tile, PER_PROGRAM, WIDTH))
     tl.store(weights + token * HEADS + head, weight)
 
 
