@@ -13,7 +13,7 @@ from abyssal.ops.index_query import index_query as reference
 from bench.ops import write_path as wp
 
 FEW = (4, 1), (8, 4), (16, 4)  # heads per program, warps
-MANY = (8, 1), (16, 2), (32, 4)
+MANY = (32, 2), (32, 4), (64, 4)
 
 
 def main() -> None:
@@ -32,6 +32,8 @@ def main() -> None:
                 weights = torch.randn(tokens, shape.index_heads, device=wp.DEVICE, dtype=torch.bfloat16)
                 inputs.append((q, weights, wp.table(tokens)))
             for per_program, num_warps in FEW if tokens <= 64 else MANY:
+                if per_program > shape.index_heads:
+                    continue
                 config = kernels.IndexQueryConfig(per_program, num_warps)
                 table.time(
                     shape.name, tokens, f"{per_program} heads, {num_warps} warps",
