@@ -8,7 +8,7 @@ are summed by several programs, and a second launch merges the sums. A ratio-1 e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from abyssal.kv.batch import CompressFacts, StoreFacts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
 from abyssal.ops._records import (
+    INTERPRETED,
     early,
     exp2,
     finish_rows,
@@ -50,7 +51,6 @@ class CompressConfig:
 
     num_warps: int  # fixes, with `rows`, the order of the norm's sum
     rows: int = 1  # entries together
-    steps: int = 1  # of so many entries, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class SumConfig:
 
     rows: int  # of a group, loaded together
     num_warps: int
+    registers: int | None = None  # per thread at most
     one_by_one: bool = False  # one program sums all rows of a group, one after the other
 
 
@@ -66,17 +67,25 @@ AT_ONCE = 8  # sums of parts, loaded together
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
-def compress_config(dim: int, overlap: bool) -> CompressConfig:
-    """4 channels per lane; with overlap 2, of more rows."""
-    return CompressConfig(max(1, dim // (64 if overlap else 128)))
+def compress_config(dim: int, pairs: bool, groups: int, batch_invariant: bool) -> CompressConfig:
+    """2 channels per lane, of pairs of rows and with many groups 4, and then two warps at least, of entries of their own.
+
+    us on an H200 of 4,096 tokens: V4 main 11.0 with 4 channels and 11.5 with 2, keys 4.4 with two entries and 4.6 with one.
+    """
+    many = groups >= 256 and not batch_invariant
+    num_warps = max(1, dim // (128 if pairs or many else 64))
+    rows = 2 if many and num_warps == 1 else 1
+    return CompressConfig(rows * num_warps, rows)
 
 
 def config_of_sums(groups: int, batch_invariant: bool) -> SumConfig:
     """Added up row by row, sums have the same bits wherever a step ends and the next goes on with them.
 
-    Else 16 rows per program: 64 KiB, of which two programs per multiprocessor keep memory busy.
+    Else 16 rows per program where there are many groups: 64 KiB, of which two programs per multiprocessor keep memory busy.
     """
-    return SumConfig(8, 8, True) if batch_invariant else SumConfig(16, 8)
+    if batch_invariant:
+        return SumConfig(8, 8, one_by_one=True)
+    return SumConfig(8, 8) if groups < 16 else SumConfig(16, 8, registers=128)
 
 
 @triton.jit
@@ -107,6 +116,16 @@ def _load_bias(bias, phases, token, WIDTH: tl.constexpr):
         column = tl.arange(0, WIDTH)[None, :] - WIDTH // 2
         added = tl.load(bias + tl.load(phases + token) * (WIDTH // 2) + column, mask=column >= 0, other=0.0)
     return added
+
+
+@triton.jit
+def _prefetch(row, BYTES: tl.constexpr):
+    """Bring BYTES bytes at a pointer into the L2, by sectors of 32."""
+    if not INTERPRETED:
+        sector = row.to(tl.int64) + 32 * tl.arange(0, BYTES // 32)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [sector], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
 
 
 @triton.jit
@@ -157,21 +176,6 @@ def _load_scored(row, there, D: tl.constexpr, WIDTH: tl.constexpr):
     row += tl.arange(0, D)[None, :]
     mask = _mask(there, D)
     return tl.load(row + WIDTH // 2, mask=mask, other=float("-inf")), tl.load(row, mask=mask, other=0.0)
-
-
-@triton.jit
-def _load_group(
-    pointer, source, end, target, SLOTS: tl.constexpr, RATIO: tl.constexpr, OWN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Scores and values of a group's rows, tuples of [1, D] or, with vectors of pointers [ROWS, 1], of as many groups."""
-    score, value = (), ()
-    for i in tl.static_range(SLOTS):
-        loaded = _load_scored(
-            pointer[i] + (OWN if i >= SLOTS - RATIO else 0), tl.where(target >= 0, end - source[i], 0), D, WIDTH
-        )
-        score += (loaded[0],)
-        value += (loaded[1],)
-    return score, value
 
 
 @triton.jit
@@ -233,7 +237,7 @@ def compress_kernel(
     rows, rows_stride, num_tokens, bias, phases, norm, sources, num_groups, carried, num_carried, store_rows, store_slots,
     state_pages, state_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
     OVERLAP: tl.constexpr, HADAMARD: tl.constexpr, ROPE: tl.constexpr, BF16: tl.constexpr, SLOTS: tl.constexpr,
-    TOKEN_EACH: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
+    TOKEN_EACH: tl.constexpr, ROWS: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
     STATE_ENTRIES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs up to num_groups - 1 pool a group of SLOTS rows each, the others copy one state row each.
@@ -245,7 +249,7 @@ def compress_kernel(
     RATIO: tl.constexpr = SLOTS // 2 if OVERLAP else SLOTS
     # With overlap a row serves the next group with its first half, its own with its second.
     OWN: tl.constexpr = D if OVERLAP else 0
-    program, groups = tl.program_id(0), tl.cdiv(num_groups, STEPS * ROWS)
+    program, groups = tl.program_id(0), tl.cdiv(num_groups, ROWS)
     if program >= groups:
         _copy_row(
             rows, rows_stride, bias, phases, store_rows, store_slots, program - groups, state_pages, state_page_bytes,
@@ -282,62 +286,59 @@ def compress_kernel(
             if bias is None:
                 places += (0.0,)
             else:
-                places += (_load_row(bias + i % RATIO * (WIDTH // 2) + (OWN if i >= SLOTS - RATIO else 0), D),)
-        targets, index, source, pointer = (), (), (), ()
-        for step in tl.static_range(STEPS):
-            group = (program * STEPS + step) * ROWS
-            if ROWS > 1:
-                group += tl.arange(0, ROWS)[:, None]
-            there = group < num_groups
-            group = tl.where(there, group, 0)
-            target = tl.where(there, tl.load(entry_slots + group), -1)
-            index += (tl.where(target >= 0, group, -1),)
-            targets += (target,)
-            found = _sources(
-                sources + group.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
-                state_page_bytes, SLOTS, WIDTH, STATE_ENTRIES,
-            )  # fmt: skip
-            source += (found[0],)
-            pointer += (found[1],)
-        norm_weight, cos, sin = load_finish(norm, rope, tl.maximum(index[0], 0), ROWS, D, ROPE)
-        wait_for_inputs(EARLY)
-        score, value = _load_group(
-            pointer[0], source[0], num_carried + num_tokens, targets[0], SLOTS, RATIO, OWN, D, WIDTH,
+                place = bias + i % RATIO * (WIDTH // 2) + (OWN if i >= SLOTS - RATIO else 0)
+                places += (_load_row(place + tl.zeros((ROWS, 1), tl.int32), D),)
+        group = program * ROWS
+        if ROWS > 1:
+            group += tl.arange(0, ROWS)[:, None]
+        inside = group < num_groups
+        group = tl.where(inside, group, 0)
+        target = tl.where(inside, tl.load(entry_slots + group), -1)
+        norm_weight, cos, sin = load_finish(norm, rope, group, ROWS, D, ROPE)
+        source, pointer = _sources(
+            sources + group.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
+            state_page_bytes, SLOTS, WIDTH, STATE_ENTRIES,
         )  # fmt: skip
-        for step in tl.static_range(STEPS):
-            zero, biased = zero_behind_loads(), ()
-            for i in tl.static_range(SLOTS):
-                if bias is None:
-                    biased += (score[i] + zero * 1.0,)
-                else:
-                    biased += (score[i] + tl.where(_mask(source[step][i] - num_carried + 1 + zero, D), places[i], 0.0),)
-            score = biased
-            m, s, v = _sums_of(score[: SLOTS - 1], value[: SLOTS - 1])
-            m, s, v = _add_row(m, s, v, score[SLOTS - 1], value[SLOTS - 1])
-            here_cos, here_sin = cos, sin
-            if step + 1 < STEPS:
-                score, value = _load_group(
-                    pointer[step + 1], source[step + 1], num_carried + num_tokens, targets[step + 1], SLOTS, RATIO, OWN, D, WIDTH,
-                )  # fmt: skip
-                _, cos, sin = load_finish(None, rope, tl.maximum(index[step + 1], 0), ROWS, D, ROPE)
-            finish_rows(
-                round_like(v * reciprocal(s), BF16), norm_weight, here_cos, here_sin, eps, index[step], pages, page_bytes,
-                tl.reshape(targets[step] + tl.zeros((ROWS, 1), tl.int32), (ROWS,)).to(tl.int64), latent, stored, True, ROPE, HADAMARD, BF16, layout, ENTRIES, ROWS,
-            )  # fmt: skip
+        wait_for_inputs(EARLY)
+        score, value = (), ()
+        for i in tl.static_range(SLOTS):  # of groups that are left out too: their slot may come later than these rows
+            loaded = _load_scored(pointer[i] + (OWN if i >= SLOTS - RATIO else 0), num_carried + num_tokens - source[i], D, WIDTH)
+            score += (loaded[0],)
+            value += (loaded[1],)
+        zero, biased = zero_behind_loads(), ()
+        for i in tl.static_range(SLOTS):
+            if bias is None:
+                biased += (score[i] + zero * 1.0,)
+            else:
+                biased += (score[i] + tl.where(_mask(source[i] - num_carried + 1 + zero, D), places[i], 0.0),)
+        m, s, v = _sums_of(biased[: SLOTS - 1], value[: SLOTS - 1])
+        m, s, v = _add_row(m, s, v, biased[SLOTS - 1], value[SLOTS - 1])
+        finish_rows(
+            round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, tl.where(target >= 0, group, -1), pages, page_bytes,
+            tl.reshape(target + tl.zeros((ROWS, 1), tl.int32), (ROWS,)).to(tl.int64), latent, stored, True, ROPE, HADAMARD, BF16,
+            layout, ENTRIES, ROWS,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_carried", "blocks"])
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_carried", "blocks", "num_entries"])
 def sum_parts_kernel(
     rows, rows_stride, num_tokens, bias, phases, sources, num_slots, carried, num_carried, state_pages, state_page_bytes,
-    carried_sums, sum_pages, sum_page_bytes, partial, blocks,
-    D: tl.constexpr, ROWS: tl.constexpr, ONE_BY_ONE: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
+    carried_sums, sum_pages, sum_page_bytes, partial, blocks, norm, rope, entry_slots, num_entries,
+    D: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, ONE_BY_ONE: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sums over `blocks` times ROWS rows of a group, to partial fp32 [G, parts, 3, D]; the first part goes on with carried sums."""
+    """Sums over `blocks` times ROWS rows of a group, to partial fp32 [G, parts, 3, D]; the first part goes on with carried sums.
+
+    What the next launch reads beside them is brought into the L2, as it cannot start before most of these programs have ended.
+    """
     part, group = tl.program_id(0), tl.program_id(1)
     before = tl.load(carried_sums + group, mask=part == 0, other=-1)
     m, s, v = _load_sums(_record(sum_pages, sum_page_bytes, before, SUM_ENTRIES, 3 * D), before + 1, D)
     end = num_carried + num_tokens
+    if part == 0 and group < num_entries:
+        _prefetch(norm, 4 * D)
+        _prefetch(rope + group * ROPE, 4 * ROPE)
+        _prefetch(entry_slots + group, 32)
     for block in range(blocks):
         source, pointer = _sources(
             sources + group.to(tl.int64) * num_slots, (part * blocks + block) * ROWS, num_slots, num_tokens, carried, num_carried, rows,
@@ -528,18 +529,18 @@ def compress(
     assert bias is None or (len(facts.phases) == len(rows) and facts.phases.is_contiguous()), "a bias needs every token's place"
     assert len(entry_slots) == len(rope) <= groups, f"{len(entry_slots)} slots and {len(rope)} rotations for {groups} groups"
     assert sums is not None or len(rope) == groups, f"{groups} groups, {len(rope)} complete, and no sums"
-    config = config or compress_config(dim, overlap)
+    config = config or compress_config(dim, sums is None and not overlap, 0 if facts.token_each else groups, batch_invariant)
     options: dict[str, Any] = {"STATE_ENTRIES": state.entries_per_page, "num_warps": config.num_warps}
     of_rows = (rows, rows.stride(0), len(rows), bias, facts.phases)
     of_state = (state.data, state.data.stride(0))
     of_entries = (entries.data, entries.data.stride(0), entry_slots, torch.view_as_real(rope), latent, stored, eps)
     finish = {"ROPE": 2 * rope.shape[1], "BF16": dtype == torch.bfloat16, "layout": layout, "ENTRIES": entries.entries_per_page}
     if sums is None:
-        programs = triton.cdiv(groups, config.rows * config.steps) + num_store
+        programs = triton.cdiv(groups, config.rows) + num_store
         if programs:
             compress_kernel[(programs,)](
                 *of_rows, norm, facts.sources, groups, carried, len(carried), store.rows, store_slots, *of_state, *of_entries,
-                OVERLAP=overlap, HADAMARD=rotate_keys, SLOTS=slots, TOKEN_EACH=facts.token_each, ROWS=config.rows, STEPS=config.steps,
+                OVERLAP=overlap, HADAMARD=rotate_keys, SLOTS=slots, TOKEN_EACH=facts.token_each, ROWS=config.rows,
                 **finish, **options, **early(programs, rows),
             )  # fmt: skip
         return latent
@@ -559,9 +560,10 @@ def compress(
     partial = torch.empty(groups, parts, 3, dim, dtype=torch.float32, device=rows.device)
     if groups:
         sum_parts_kernel[(parts, groups)](
-            *of_rows, facts.sources, slots, carried, len(carried), *of_state, carried_sums, *of_sums, partial, blocks,
-            D=dim, ROWS=summing.rows, ONE_BY_ONE=summing.one_by_one, **early(groups * parts, rows),
-            **options | {"num_warps": summing.num_warps},
+            *of_rows, facts.sources, slots, carried, len(carried), *of_state, carried_sums, *of_sums, partial, blocks, norm,
+            torch.view_as_real(rope), entry_slots, len(rope),
+            D=dim, ROPE=2 * rope.shape[1], ROWS=summing.rows, ONE_BY_ONE=summing.one_by_one, **early(groups * parts, rows),
+            **options | {"num_warps": summing.num_warps, "maxnreg": summing.registers},
         )  # fmt: skip
     if groups + num_store:  # no program here reads what another one replaces: carried sums and state rows have been read
         merge_parts_kernel[(groups + num_store,)](
@@ -592,7 +594,8 @@ def aot_cases() -> list[AotCase]:
     for ratio, name in kinds:
         layout = layouts.get(name)
         slots = {4: 8, 2: 2, 128: 9}[ratio]
-        warps = compress_config(layout.dim, ratio == 4).num_warps
+        config = compress_config(layout.dim, ratio == 2, 0, False)
+        warps = config.num_warps
         finish: dict[str, Any] = {
             "ROPE": 64, "BF16": True, "layout": layout, "ENTRIES": 256 // ratio, "latent": None, "stored": None,
             "STATE_ENTRIES": 8 if ratio == 128 else 4, "EARLY": True,
@@ -608,19 +611,16 @@ def aot_cases() -> list[AotCase]:
             )
             continue
         pooled = finish | {"OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "SLOTS": slots}
-        for each in (False, True):
-            cases.append(
-                case(
-                    f"ratio {ratio} {name} token each={each}",
-                    compress_kernel,
-                    warps,
-                    pooled | {"TOKEN_EACH": each, "ROWS": 1, "STEPS": 1},
-                )
-            )
-    for one_by_one in (False, True):
-        summing = config_of_sums(1, one_by_one)
+        for groups in (0, 1, 256):  # 0: one token of each sequence
+            config = compress_config(layout.dim, ratio == 2, groups, False)
+            constants = pooled | {"TOKEN_EACH": groups == 0, "ROWS": config.rows}
+            cases.append(case(f"ratio {ratio} {name} {groups} groups", compress_kernel, config.num_warps, constants))
+    for summing in (config_of_sums(1, True), config_of_sums(1, False), config_of_sums(16, False)):
         constants = {
-            "D": 512, "ROWS": summing.rows, "ONE_BY_ONE": one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1, "EARLY": True,
+            "D": 512, "ROPE": 64, "ROWS": summing.rows, "ONE_BY_ONE": summing.one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1,
+            "EARLY": True,
         }  # fmt: skip
-        cases.append(case(f"ratio 128 parts, one by one={one_by_one}", sum_parts_kernel, summing.num_warps, constants))
+        cases.append(replace(
+            case(f"ratio 128 {summing}", sum_parts_kernel, summing.num_warps, constants), max_registers=summing.registers
+        ))  # fmt: skip
     return cases

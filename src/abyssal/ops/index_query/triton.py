@@ -34,6 +34,8 @@ class IndexQueryConfig:
 
     heads_per_program: int  # of one token
     num_warps: int
+    parts: int = 2
+    packed: bool = False
 
 
 def index_query_config(tokens: int, heads: int, rotate_query: bool) -> IndexQueryConfig:
@@ -51,10 +53,12 @@ def index_query_config(tokens: int, heads: int, rotate_query: bool) -> IndexQuer
 def index_query_kernel(
     q, q_stride_t, q_stride_h, head_weights, weights_stride, rope, result, weights,
     HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, D: tl.constexpr, HADAMARD: tl.constexpr, quant: tl.constexpr,
-    EARLY: tl.constexpr,
+    PARTS: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A vector is handled in quarters, of which RoPE turns the last two; the last butterflies of its Hadamard rotation lie between them."""
-    WIDTH: tl.constexpr = D // 4
+    """A vector is handled in parts, of which RoPE turns those of its second half. The last butterflies of its Hadamard rotation lie
+    between them.
+    """
+    WIDTH: tl.constexpr = D // PARTS
     SCALE: tl.constexpr = D**-0.5
     BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16
     program = tl.program_id(0)
@@ -63,35 +67,85 @@ def index_query_kernel(
     column = tl.arange(0, WIDTH)[None, :]
     here = q + token * q_stride_t + head * q_stride_h + column
     wait_for_inputs(EARLY)
-    a, b = to_fp32(tl.load(here)), to_fp32(tl.load(here + WIDTH))
-    c, d = to_fp32(tl.load(here + 2 * WIDTH)), to_fp32(tl.load(here + 3 * WIDTH))
+    raw = ()
+    for i in tl.static_range(PARTS):
+        raw += (to_fp32(tl.load(here + i * WIDTH)),)
     weight = to_fp32(tl.load(head_weights + token * weights_stride + head)) * (SCALE * HEADS**-0.5)
-    cos, sin = load_rope(rope, 2 * token, PER_PROGRAM, WIDTH, WIDTH)
-    c = round_like(rotate(c, cos, sin, PER_PROGRAM, WIDTH, WIDTH), BF16)
-    cos, sin = load_rope(rope, 2 * token + 1, PER_PROGRAM, WIDTH, WIDTH)
-    d = round_like(rotate(d, cos, sin, PER_PROGRAM, WIDTH, WIDTH), BF16)
+    parts = ()
+    for i in tl.static_range(PARTS):
+        x = raw[i]
+        if i >= PARTS // 2:
+            cos, sin = load_rope(rope, token * (PARTS // 2) + (i - PARTS // 2), PER_PROGRAM, WIDTH, WIDTH)
+            x = round_like(rotate(x, cos, sin, PER_PROGRAM, WIDTH, WIDTH), BF16)
+        if HADAMARD:
+            x = hadamard(x, WIDTH)
+        parts += (x,)
     if HADAMARD:
-        a, b, c, d = hadamard(a, WIDTH), hadamard(b, WIDTH), hadamard(c, WIDTH), hadamard(d, WIDTH)
-        a, b, c, d = a + b, a - b, (c + d) * SCALE, (c - d) * SCALE
-        a, b, c, d = tl.fma(a, SCALE, c), tl.fma(b, SCALE, d), tl.fma(a, SCALE, -c), tl.fma(b, SCALE, -d)
-        a, b, c, d = round_like(a, BF16), round_like(b, BF16), round_like(c, BF16), round_like(d, BF16)
+        if PARTS == 4:
+            parts = parts[0] + parts[1], parts[0] - parts[1], parts[2] + parts[3], parts[2] - parts[3]
+        turned = ()
+        for sign in tl.static_range(1, -2, -2):
+            for i in tl.static_range(PARTS // 2):
+                turned += (tl.fma(parts[i], SCALE, parts[PARTS // 2 + i] * (SCALE * sign)),)
+        parts = turned
     there = result + (token * HEADS + head) * D + column
-    quarters = a, b, c, d
     if quant is None:
-        for i in tl.static_range(4):
-            store_like(there + i * WIDTH, quarters[i])
+        for i in tl.static_range(PARTS):
+            store_like(there + i * WIDTH, round_like(parts[i], BF16))
     elif quant.kind == "e4m3":  # one tile per head: its scale is positive, so it passes through the relu into the weight
         tl.static_assert(quant.tile == D)
-        most = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-        exponent = scale_exponent(tl.max(most, 1, keep_dims=True), "e4m3")
-        inverse = power_of_two(-exponent)
-        for i in tl.static_range(4):
-            tl.store(there + i * WIDTH, e4m3_codes(quarters[i] * inverse))
+        if PACKED:
+            packed = ()
+            for i in tl.static_range(PARTS):
+                packed += (to_bf16_pairs(parts[i]),)
+            most = packed[0]
+            for i in tl.static_range(1, PARTS):
+                most = _larger(most, packed[i])
+            exponent = scale_exponent(tl.max(tl.abs(to_fp32(most)), 1, keep_dims=True), "e4m3")
+            inverse = tl.broadcast_to(power_of_two(-exponent), packed[0].shape).to(tl.bfloat16)
+            for i in tl.static_range(PARTS):
+                tl.store(there + i * WIDTH, _scaled_codes(packed[i], inverse))
+        else:
+            rounded = ()
+            for i in tl.static_range(PARTS):
+                rounded += (round_like(parts[i], BF16),)
+            most = tl.abs(rounded[0])
+            for i in tl.static_range(1, PARTS):
+                most = tl.maximum(most, tl.abs(rounded[i]))
+            exponent = scale_exponent(tl.max(most, 1, keep_dims=True), "e4m3")
+            inverse = power_of_two(-exponent)
+            for i in tl.static_range(PARTS):
+                tl.store(there + i * WIDTH, e4m3_codes(rounded[i] * inverse))
         weight *= power_of_two(exponent)
     else:
-        for i in tl.static_range(4):
-            store_like(there + i * WIDTH, _on_e2m1(quarters[i], quant.tile, PER_PROGRAM, WIDTH))
+        for i in tl.static_range(PARTS):
+            store_like(there + i * WIDTH, _on_e2m1(round_like(parts[i], BF16), quant.tile, PER_PROGRAM, WIDTH))
     tl.store(weights + token * HEADS + head, weight)
+
+
+@triton.jit
+def to_bf16_pairs(x):
+    """fp32 -> bf16, two values per conversion."""
+    return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _larger(x, y):
+    """bf16: the larger size of each two, with any sign."""
+    return tl.inline_asm_elementwise(
+        "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def _scaled_codes(x, scale):
+    """bf16 times a power of two, two at a time, as e4m3 codes."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b, c, d; .reg .b16 p, q; mul.rn.bf16x2 a, $1, $3; mul.rn.bf16x2 b, $2, $4; "
+        "shl.b32 c, a, 16; and.b32 d, a, 0xffff0000; cvt.rn.satfinite.e4m3x2.f32 p, d, c; "
+        "shl.b32 c, b, 16; and.b32 d, b, 0xffff0000; cvt.rn.satfinite.e4m3x2.f32 q, d, c; mov.b32 $0, {p, q}; }",
+        "=r,r,r,r,r", [x, scale], dtype=tl.uint8, is_pure=True, pack=4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -137,7 +191,7 @@ def index_query(
     index_query_kernel[(programs,)](
         q, q.stride(0), q.stride(1), head_weights, head_weights.stride(0), torch.view_as_real(rope),
         result.view(torch.uint8) if codes else result, weights, HEADS=heads, PER_PROGRAM=config.heads_per_program, D=dim,
-        HADAMARD=rotate_query, quant=grid, num_warps=config.num_warps, **early(programs, q),
+        HADAMARD=rotate_query, quant=grid, PARTS=config.parts, PACKED=config.packed, num_warps=config.num_warps, **early(programs, q),
     )  # fmt: skip
     return result, weights
 
@@ -153,7 +207,7 @@ def aot_cases() -> list[AotCase]:
             signature | {"result": "*u8" if name == "index_fp8" else "*bf16"},
             {
                 "HEADS": heads, "PER_PROGRAM": config.heads_per_program, "D": 128, "HADAMARD": turned,
-                "quant": layouts.get(name).grid, "EARLY": True,
+                "quant": layouts.get(name).grid, "PARTS": 2, "PACKED": False, "EARLY": True,
             },
             num_warps=config.num_warps, aligned=("q", "q_stride_t", "q_stride_h", "rope", "result", "weights"),
         )
