@@ -21,7 +21,7 @@ from bench.ops import write_path as wp
 
 ENTRIES, STATE_ENTRIES = 64, 4
 CASES = (("v4 main", 4, "v4"), ("v4 keys", 4, "index_fp8"), ("v4.1 main", 2, "v41_fp4"))
-CONFIGS = {512: ((4, 1), (8, 1)), 128: ((1, 1), (2, 1), (2, 2))}  # warps and entries of a program, by the width of an entry
+CONFIGS = {512: (4, 8), 128: (1, 2)}  # warps, by the width of an entry
 SUM_CONFIGS = (kernels.SumConfig(8, 8), kernels.SumConfig(16, 8, registers=128))
 
 
@@ -78,14 +78,10 @@ def main() -> None:
     for name, ratio, layout_name in CASES:
         for tokens in args.tokens:
             inputs, moved = whole_groups(layouts.get(layout_name), ratio, tokens)
-            for num_warps, rows in CONFIGS[len(inputs[0].norm)]:
-                if tokens <= 64 and rows > 1:  # one token of each sequence
-                    continue
-                config = kernels.CompressConfig(num_warps, rows)
+            for num_warps in CONFIGS[len(inputs[0].norm)]:
+                config = kernels.CompressConfig(num_warps)
                 calls = [(one, {"config": config}) for one in inputs]
-                table.time(
-                    name, tokens, f"{rows} entries, {num_warps} warps", lambda one, config: one.fused(**config), calls, moved
-                )  # fmt: skip
+                table.time(name, tokens, f"warps {num_warps}", lambda one, config: one.fused(**config), calls, moved)
             table.time_chain(name, tokens, inputs[0].chain(), [(inputs[0].rows,)], moved)
             del inputs
     for tokens in args.tokens:

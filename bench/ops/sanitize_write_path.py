@@ -56,7 +56,11 @@ def query_kernels() -> None:
     q, weights = torch.randn(TOKENS, 8, 128, device=wp.DEVICE).bfloat16(), torch.randn(TOKENS, 8, device=wp.DEVICE).bfloat16()
     for name in ("index_bf16", "index_fp8", "index_mxfp4"):
         for rotate in (True, False):
-            index_query.index_query(q, weights, wp.table(TOKENS), rotate_query=rotate, grid=layouts.get(name).grid)
+            for parts in (2, 4):
+                config = index_query.IndexQueryConfig(8, 4, parts)
+                index_query.index_query(
+                    q, weights, wp.table(TOKENS), rotate_query=rotate, grid=layouts.get(name).grid, config=config
+                )  # fmt: skip
 
 
 def compress_kernels() -> None:
@@ -84,7 +88,7 @@ def compress_kernels() -> None:
             phases=torch.arange(TOKENS, device=wp.DEVICE) % ratio,
         )  # fmt: skip
         bias = torch.randn(ratio, width // 2, device=wp.DEVICE) if ratio > 2 else None
-        variants: tuple[dict[str, Any], ...] = ({}, {"config": compressor.CompressConfig(2, 2)})
+        variants: tuple[dict[str, Any], ...] = ({}, {"config": compressor.compress_config(dim, ratio == 2, 256, False)})
         if ratio == 128:
             variants = {}, {"sum_config": compressor.config_of_sums(16, False)}, {"batch_invariant": True}
         for variant in variants:

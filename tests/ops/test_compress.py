@@ -268,50 +268,6 @@ def test_kernel_skips_groups_and_rows_of_slot_minus_one():
         assert (pages.data == POISON).all() and (states.data == POISON).all()
 
 
-@pytest.mark.parametrize(("ratio", "layout"), [(4, "v4"), (4, "index_fp8"), (2, "v41_fp4")])
-@pytest.mark.parametrize("rows_together", [2, 4])
-def test_kernel_takes_several_entries_per_program(ratio, layout, rows_together):
-    """Nine groups, no multiple of what a program takes, from carried rows and the step's; one of them left out."""
-    torch.manual_seed(0)
-    layout, overlap, count = layouts.get(layout), ratio == 4, 9
-    dim, slots = layout.dim, 8 if overlap else 2
-    state = layouts.state_rows((4 if overlap else 2) * dim)
-    states = kernels.Pages("state", new_pool(state, 4), state, ENTRIES)
-    old = torch.randn(slots, state.dim, device=DEVICE)
-    carried = torch.arange(slots, device=DEVICE) + ENTRIES
-    states.data.copy_(written(states.data, state, carried, old).to(DEVICE))
-    rows, norm = torch.randn(ratio * count - 1, state.dim, device=DEVICE), torch.rand(dim, device=DEVICE) + 0.5
-    phases = torch.arange(ratio - 1, ratio - 1 + len(rows), device=DEVICE) % ratio  # the first row is the last of its group
-    bias = torch.randn(ratio, state.dim // 2, device=DEVICE) if overlap else None
-    sources = torch.arange(count, device=DEVICE)[:, None] * ratio + torch.arange(slots, device=DEVICE) + 1
-    if overlap:
-        sources[0, :2] = slots + len(rows)  # tokens before the sequence
-    entry_slots = torch.randperm(3 * ENTRIES, device=DEVICE)[:count] + ENTRIES
-    entry_slots[4] = -1
-    rope = rope_table(torch.arange(count) * 100, RopeConfig(64, 160000.0, None)).to(DEVICE)
-    facts = step_facts(sources, carried, entry_slots, rope, phases=phases)
-    kept = torch.tensor([3], device=DEVICE)
-    biased = rows.clone()
-    if bias is not None:
-        biased[:, state.dim // 2 :] += bias[phases]
-    empty = torch.cat([rows.new_zeros(1, state.dim // 2), rows.new_full((1, state.dim // 2), -torch.inf)], 1)
-    expected = rms_norm(pool(torch.cat([old, biased, empty]), sources, overlap).bfloat16(), norm, 1e-6)
-    pages = kernels.Pages("entries", new_pool(layout, 5), layout, ENTRIES)
-    before, state_before = pages.data.clone(), states.data.clone()
-    stored = torch.full((count, dim), torch.nan, device=DEVICE)
-    latent = kernels.compress(
-        rows, bias, norm, facts, StoreFacts(kept, kept[None]), states, None, pages, 0, overlap=overlap, rotate_keys=dim == 128, eps=1e-6,
-        dtype=torch.bfloat16, with_latent=True, stored=stored,
-        config=kernels.CompressConfig(rows_together, rows_together),
-    )  # fmt: skip
-    there = (entry_slots >= 0).nonzero()[:, 0]
-    assert stored[4].isnan().all()
-    close = (latent.float() - expected.float()).abs() <= 2**-7 * expected.float().abs()
-    assert close[there].all()
-    assert torch.equal(pages.data.cpu(), written(before, layout, entry_slots[there], stored[there]))
-    assert torch.equal(states.data.cpu(), written(state_before, state, kept, biased[3:4]))
-
-
 @pytest.mark.parametrize("layout", ["bf16", "v41", "v41_fp4"])
 def test_kernel_pools_pairs(layout):
     """Ratio 2 (V4.1 spec 3.6): one carried row, a pair within the step, and the latents before RoPE."""

@@ -34,10 +34,10 @@ class AotCase:
     constants: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
-    max_registers: int | None = None  # per thread
     aligned: tuple[str, ...] = ()  # arguments that are multiples of 16, as Triton finds out at launch
     archs: tuple[int, ...] = (HOPPER, BLACKWELL)
     spill_reason: str | None = None
+    max_registers: int | None = None  # per thread
 
 
 @dataclass(frozen=True)

@@ -339,45 +339,42 @@ def store_records(pages, page_bytes, slots, x, layout: tl.constexpr, ENTRIES: tl
 
 
 @triton.jit
-def load_finish(norm, rope, row, ROWS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr):
-    """Norm weight [ROWS, D], cos and sin [ROWS, D / 2] of `finish_rows`; 0 for those that a kernel does without.
+def load_finish(norm, rope, row, D: tl.constexpr, ROPE: tl.constexpr):
+    """Norm weight [1, D], cos and sin [1, D / 2] of `finish_row`; 0 for those that a kernel does without.
 
     Kernels call it before they use what they loaded earlier, so that all these loads are in flight together, and hold them there by
     `loads_in_flight`.
     """
     weight, cos, sin = 0.0, 0.0, 0.0
     if norm is not None:
-        weight = tl.load(norm + tl.arange(0, D)[None, :] + tl.zeros((ROWS, 1), tl.int32))
+        weight = tl.load(norm + tl.arange(0, D)[None, :])
     if ROPE > 0:
-        cos, sin = load_rope(rope, row, ROWS, D, ROPE)
+        cos, sin = load_rope(rope, row, 1, D, ROPE)
     return weight, cos, sin
 
 
 @triton.jit
-def finish_rows(
+def finish_row(
     x, weight, cos, sin, eps, row, pages, page_bytes, slot, latent, stored,
     NORM: tl.constexpr, ROPE: tl.constexpr, HADAMARD: tl.constexpr, BF16: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
-    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The way of rows x fp32 [ROWS, D] into their records: norm with weight, RoPE, Hadamard, pack and store at slots [ROWS].
+    """The way of one row x fp32 [1, D] into its record: norm with weight, RoPE, Hadamard, pack and store.
 
-    `latent` and `stored`, where given, receive a row before RoPE and the row that was packed, at index `row`, which is a number or
-    [ROWS, 1]; -1: nowhere.
+    `latent` and `stored`, where given, receive the row before RoPE and the row that was packed, at index `row`.
     """
     D: tl.constexpr = layout.dim
     here = row.to(tl.int64) * D + tl.arange(0, D)[None, :]
-    kept = row + tl.zeros((ROWS, D), tl.int32) >= 0
     if NORM:
         x = round_like(x * rms_scale(x, D, eps) * weight, BF16)
     if latent is not None:
-        store_like(latent + here, x, mask=kept)
+        store_like(latent + here, x)
     if ROPE > 0:
-        x = round_like(rotate(x, cos, sin, ROWS, D, ROPE), BF16)
+        x = round_like(rotate(x, cos, sin, 1, D, ROPE), BF16)
     if HADAMARD:
         x = round_like(hadamard(x, D) * D**-0.5, BF16)
     if stored is not None:
-        tl.store(stored + here, x, mask=kept)
-    store_records(pages, page_bytes, slot, x, layout, ENTRIES, ROWS)
+        tl.store(stored + here, x)
+    store_records(pages, page_bytes, slot, x, layout, ENTRIES, 1)
 
 
 @triton.jit

@@ -21,10 +21,9 @@ from abyssal.kv.batch import CompressFacts, StoreFacts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
 from abyssal.ops._records import (
-    INTERPRETED,
     early,
     exp2,
-    finish_rows,
+    finish_row,
     load_finish,
     loads_in_flight,
     reciprocal,
@@ -49,8 +48,7 @@ class Pages:
 class CompressConfig:
     """A program has all D channels of what it pools, so that the norm needs no other and pooling no exchange."""
 
-    num_warps: int  # fixes, with `rows`, the order of the norm's sum
-    rows: int = 1  # entries together
+    num_warps: int  # fixes the order of the norm's sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +61,16 @@ class SumConfig:
     one_by_one: bool = False  # one program sums all rows of a group, one after the other
 
 
-AT_ONCE = 8  # sums of parts, loaded together
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
 def compress_config(dim: int, pairs: bool, groups: int, batch_invariant: bool) -> CompressConfig:
-    """2 channels per lane, of pairs of rows and with many groups 4, and then two warps at least, of entries of their own.
+    """2 channels per lane while an entry's way is what counts, 4 of pairs of rows and where there are many groups.
 
-    us on an H200 of 4,096 tokens: V4 main 11.0 with 4 channels and 11.5 with 2, keys 4.4 with two entries and 4.6 with one.
+    us on an H200, 4 and 2: V4 main 10.8 and 11.5 for 1,024 groups, 2.14 and 1.99 for 64; keys 4.28 and 4.47, 1.80 and 1.69.
     """
     many = groups >= 256 and not batch_invariant
-    num_warps = max(1, dim // (128 if pairs or many else 64))
-    rows = 2 if many and num_warps == 1 else 1
-    return CompressConfig(rows * num_warps, rows)
+    return CompressConfig(max(1, dim // (128 if pairs or many else 64)))
 
 
 def config_of_sums(groups: int, batch_invariant: bool) -> SumConfig:
@@ -116,16 +111,6 @@ def _load_bias(bias, phases, token, WIDTH: tl.constexpr):
         column = tl.arange(0, WIDTH)[None, :] - WIDTH // 2
         added = tl.load(bias + tl.load(phases + token) * (WIDTH // 2) + column, mask=column >= 0, other=0.0)
     return added
-
-
-@triton.jit
-def _prefetch(row, BYTES: tl.constexpr):
-    """Bring BYTES bytes at a pointer into the L2, by sectors of 32."""
-    if not INTERPRETED:
-        sector = row.to(tl.int64) + 32 * tl.arange(0, BYTES // 32)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [sector], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
 
 
 @triton.jit
@@ -176,6 +161,18 @@ def _load_scored(row, there, D: tl.constexpr, WIDTH: tl.constexpr):
     row += tl.arange(0, D)[None, :]
     mask = _mask(there, D)
     return tl.load(row + WIDTH // 2, mask=mask, other=float("-inf")), tl.load(row, mask=mask, other=0.0)
+
+
+@triton.jit
+def _biased(score, added, source, num_carried, D: tl.constexpr):
+    """Scores of a group's rows with what is added to those of the step; carried ones have it. Loads before stay in flight together."""
+    zero, biased = zero_behind_loads(), ()
+    for i in tl.static_range(len(score)):
+        if len(added) == 0:
+            biased += (score[i] + zero * 1.0,)
+        else:
+            biased += (score[i] + tl.where(_mask(source[i] - num_carried + 1 + zero, D), added[i], 0.0),)
+    return biased
 
 
 @triton.jit
@@ -237,8 +234,8 @@ def compress_kernel(
     rows, rows_stride, num_tokens, bias, phases, norm, sources, num_groups, carried, num_carried, store_rows, store_slots,
     state_pages, state_page_bytes, pages, page_bytes, entry_slots, rope, latent, stored, eps,
     OVERLAP: tl.constexpr, HADAMARD: tl.constexpr, ROPE: tl.constexpr, BF16: tl.constexpr, SLOTS: tl.constexpr,
-    TOKEN_EACH: tl.constexpr, ROWS: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr,
-    STATE_ENTRIES: tl.constexpr, EARLY: tl.constexpr,
+    TOKEN_EACH: tl.constexpr, layout: tl.constexpr, ENTRIES: tl.constexpr, STATE_ENTRIES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs up to num_groups - 1 pool a group of SLOTS rows each, the others copy one state row each.
 
@@ -249,15 +246,15 @@ def compress_kernel(
     RATIO: tl.constexpr = SLOTS // 2 if OVERLAP else SLOTS
     # With overlap a row serves the next group with its first half, its own with its second.
     OWN: tl.constexpr = D if OVERLAP else 0
-    program, groups = tl.program_id(0), tl.cdiv(num_groups, ROWS)
-    if program >= groups:
+    program = tl.program_id(0)
+    if program >= num_groups:
         _copy_row(
-            rows, rows_stride, bias, phases, store_rows, store_slots, program - groups, state_pages, state_page_bytes,
+            rows, rows_stride, bias, phases, store_rows, store_slots, program - num_groups, state_pages, state_page_bytes,
             STATE_ENTRIES, WIDTH, EARLY,
         )  # fmt: skip
     elif TOKEN_EACH:
         target = tl.load(entry_slots + program).to(tl.int64)
-        norm_weight, cos, sin = load_finish(norm, rope, program, 1, D, ROPE)
+        norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
         own = rows + program.to(tl.int64) * rows_stride
         slots = ()
         for i in tl.static_range(SLOTS - 1):
@@ -276,79 +273,57 @@ def compress_kernel(
         last_score, last_value = _load_row(own + OWN + WIDTH // 2, D) + added, _load_row(own + OWN, D)
         if target >= 0:
             m, s, v = _add_row(m, s, v, last_score, last_value)
-            finish_rows(
+            finish_row(
                 round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
-                latent, stored, True, ROPE, HADAMARD, BF16, layout, ENTRIES, 1,
+                latent, stored, True, ROPE, HADAMARD, BF16, layout, ENTRIES,
             )  # fmt: skip
     else:
-        places = ()
-        for i in tl.static_range(SLOTS):
-            if bias is None:
-                places += (0.0,)
-            else:
-                place = bias + i % RATIO * (WIDTH // 2) + (OWN if i >= SLOTS - RATIO else 0)
-                places += (_load_row(place + tl.zeros((ROWS, 1), tl.int32), D),)
-        group = program * ROWS
-        if ROWS > 1:
-            group += tl.arange(0, ROWS)[:, None]
-        inside = group < num_groups
-        group = tl.where(inside, group, 0)
-        target = tl.where(inside, tl.load(entry_slots + group), -1)
-        norm_weight, cos, sin = load_finish(norm, rope, group, ROWS, D, ROPE)
+        added = ()
+        if bias is not None:
+            for i in tl.static_range(SLOTS):
+                added += (_load_row(bias + i % RATIO * (WIDTH // 2) + (OWN if i >= SLOTS - RATIO else 0), D),)
+        target = tl.load(entry_slots + program).to(tl.int64)
+        norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
         source, pointer = _sources(
-            sources + group.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
+            sources + program.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
             state_page_bytes, SLOTS, WIDTH, STATE_ENTRIES,
         )  # fmt: skip
         wait_for_inputs(EARLY)
         score, value = (), ()
-        for i in tl.static_range(SLOTS):  # of groups that are left out too: their slot may come later than these rows
+        for i in tl.static_range(SLOTS):  # of groups that are left out too: these loads do not wait for the slot
             loaded = _load_scored(pointer[i] + (OWN if i >= SLOTS - RATIO else 0), num_carried + num_tokens - source[i], D, WIDTH)
             score += (loaded[0],)
             value += (loaded[1],)
-        zero, biased = zero_behind_loads(), ()
-        for i in tl.static_range(SLOTS):
-            if bias is None:
-                biased += (score[i] + zero * 1.0,)
-            else:
-                biased += (score[i] + tl.where(_mask(source[i] - num_carried + 1 + zero, D), places[i], 0.0),)
+        biased = _biased(score, added, source, num_carried, D)
         m, s, v = _sums_of(biased[: SLOTS - 1], value[: SLOTS - 1])
-        m, s, v = _add_row(m, s, v, biased[SLOTS - 1], value[SLOTS - 1])
-        finish_rows(
-            round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, tl.where(target >= 0, group, -1), pages, page_bytes,
-            tl.reshape(target + tl.zeros((ROWS, 1), tl.int32), (ROWS,)).to(tl.int64), latent, stored, True, ROPE, HADAMARD, BF16,
-            layout, ENTRIES, ROWS,
-        )  # fmt: skip
+        if target >= 0:
+            m, s, v = _add_row(m, s, v, biased[SLOTS - 1], value[SLOTS - 1])
+            finish_row(
+                round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
+                latent, stored, True, ROPE, HADAMARD, BF16, layout, ENTRIES,
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_carried", "blocks", "num_entries"])
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_carried", "blocks"])
 def sum_parts_kernel(
     rows, rows_stride, num_tokens, bias, phases, sources, num_slots, carried, num_carried, state_pages, state_page_bytes,
-    carried_sums, sum_pages, sum_page_bytes, partial, blocks, norm, rope, entry_slots, num_entries,
-    D: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, ONE_BY_ONE: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
+    carried_sums, sum_pages, sum_page_bytes, partial, blocks,
+    D: tl.constexpr, ROWS: tl.constexpr, ONE_BY_ONE: tl.constexpr, STATE_ENTRIES: tl.constexpr, SUM_ENTRIES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sums over `blocks` times ROWS rows of a group, to partial fp32 [G, parts, 3, D]; the first part goes on with carried sums.
-
-    What the next launch reads beside them is brought into the L2, as it cannot start before most of these programs have ended.
-    """
+    """Sums over `blocks` times ROWS rows of a group, to partial fp32 [G, parts, 3, D]; the first part goes on with carried sums."""
     part, group = tl.program_id(0), tl.program_id(1)
     before = tl.load(carried_sums + group, mask=part == 0, other=-1)
     m, s, v = _load_sums(_record(sum_pages, sum_page_bytes, before, SUM_ENTRIES, 3 * D), before + 1, D)
     end = num_carried + num_tokens
-    if part == 0 and group < num_entries:
-        _prefetch(norm, 4 * D)
-        _prefetch(rope + group * ROPE, 4 * ROPE)
-        _prefetch(entry_slots + group, 32)
     for block in range(blocks):
         source, pointer = _sources(
             sources + group.to(tl.int64) * num_slots, (part * blocks + block) * ROWS, num_slots, num_tokens, carried, num_carried, rows,
             rows_stride, state_pages, state_page_bytes, ROWS, 2 * D, STATE_ENTRIES,
         )  # fmt: skip
         added = ()
-        for i in tl.static_range(ROWS):
-            if bias is None:
-                added += (0.0,)
-            else:
+        if bias is not None:
+            for i in tl.static_range(ROWS):
                 of_step = (source[i] >= num_carried) & (source[i] < end)
                 phase = tl.load(phases + source[i] - num_carried, mask=of_step, other=0)
                 added += (_load_row(bias + phase * D, D),)
@@ -358,9 +333,7 @@ def sum_parts_kernel(
             loaded = _load_scored(pointer[i], end - source[i], D, 2 * D)
             score += (loaded[0],)
             value += (loaded[1],)
-        zero, biased = zero_behind_loads(), ()
-        for i in tl.static_range(ROWS):
-            biased += (score[i] + tl.where(_mask(source[i] - num_carried + 1 + zero, D), added[i], 0.0),)
+        biased = _biased(score, added, source, num_carried, D)
         if ONE_BY_ONE:
             for i in tl.static_range(ROWS):
                 m, s, v = _add_row(m, s, v, biased[i], value[i])
@@ -395,7 +368,7 @@ def merge_parts_kernel(
         cos = tl.zeros((1, D // 2), tl.float32)
         sin = tl.zeros((1, D // 2), tl.float32)
         if complete:
-            norm_weight, cos, sin = load_finish(norm, rope, program, 1, D, ROPE)
+            norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
         wait_for_inputs(EARLY)
         m = tl.full((1, D), float("-inf"), tl.float32)
         s = tl.zeros((1, D), tl.float32)
@@ -411,9 +384,9 @@ def merge_parts_kernel(
             m, s, v = _add(m, s, v, top, total, value)
         if target >= 0:
             if complete:
-                finish_rows(
+                finish_row(
                     round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes,
-                    target + tl.zeros((1,), tl.int64), latent, stored, True, ROPE, False, BF16, layout, ENTRIES, 1,
+                    target + tl.zeros((1,), tl.int64), latent, stored, True, ROPE, False, BF16, layout, ENTRIES,
                 )  # fmt: skip
             else:
                 _store_sums(_record(sum_pages, sum_page_bytes, target, SUM_ENTRIES, 3 * D), m, s, v, D)
@@ -447,7 +420,7 @@ def token_each_kernel(
     x = _load_row(own, 2 * D) + added
     if target >= 0:
         m, s, v = _load_sums(_record(sum_pages, sum_page_bytes, before, SUM_ENTRIES, 3 * D), before + 1, D)
-        norm_weight, cos, sin = load_finish(norm, rope, program, 1, D, ROPE)
+        norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
         source, pointer = _sources(
             sources + program.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
             state_page_bytes, SLOTS, 2 * D, STATE_ENTRIES,
@@ -458,9 +431,9 @@ def token_each_kernel(
             if i == SLOTS - 1 and bias is not None:
                 biased += _load_row(bias + tl.load(phases + program) * D, D)
             m, s, v = _add_row(m, s, v, biased, loaded[1])
-        finish_rows(
+        finish_row(
             round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
-            latent, stored, True, ROPE, False, BF16, layout, ENTRIES, 1,
+            latent, stored, True, ROPE, False, BF16, layout, ENTRIES,
         )  # fmt: skip
     tl.debug_barrier()  # the entry has read what is replaced now
     if open_target >= 0:
@@ -536,11 +509,11 @@ def compress(
     of_entries = (entries.data, entries.data.stride(0), entry_slots, torch.view_as_real(rope), latent, stored, eps)
     finish = {"ROPE": 2 * rope.shape[1], "BF16": dtype == torch.bfloat16, "layout": layout, "ENTRIES": entries.entries_per_page}
     if sums is None:
-        programs = triton.cdiv(groups, config.rows) + num_store
+        programs = groups + num_store
         if programs:
             compress_kernel[(programs,)](
                 *of_rows, norm, facts.sources, groups, carried, len(carried), store.rows, store_slots, *of_state, *of_entries,
-                OVERLAP=overlap, HADAMARD=rotate_keys, SLOTS=slots, TOKEN_EACH=facts.token_each, ROWS=config.rows,
+                OVERLAP=overlap, HADAMARD=rotate_keys, SLOTS=slots, TOKEN_EACH=facts.token_each,
                 **finish, **options, **early(programs, rows),
             )  # fmt: skip
         return latent
@@ -560,15 +533,14 @@ def compress(
     partial = torch.empty(groups, parts, 3, dim, dtype=torch.float32, device=rows.device)
     if groups:
         sum_parts_kernel[(parts, groups)](
-            *of_rows, facts.sources, slots, carried, len(carried), *of_state, carried_sums, *of_sums, partial, blocks, norm,
-            torch.view_as_real(rope), entry_slots, len(rope),
-            D=dim, ROPE=2 * rope.shape[1], ROWS=summing.rows, ONE_BY_ONE=summing.one_by_one, **early(groups * parts, rows),
+            *of_rows, facts.sources, slots, carried, len(carried), *of_state, carried_sums, *of_sums, partial, blocks,
+            D=dim, ROWS=summing.rows, ONE_BY_ONE=summing.one_by_one, **early(groups * parts, rows),
             **options | {"num_warps": summing.num_warps, "maxnreg": summing.registers},
         )  # fmt: skip
     if groups + num_store:  # no program here reads what another one replaces: carried sums and state rows have been read
         merge_parts_kernel[(groups + num_store,)](
             partial, parts, groups, len(rope), norm, rows, rows.stride(0), bias, facts.phases, store.rows, store_slots, *of_state,
-            sum_slots, *of_sums, *of_entries, AT_ONCE=AT_ONCE, **finish, **options, **early(groups + num_store, rows),
+            sum_slots, *of_sums, *of_entries, AT_ONCE=8 if parts <= 8 else 16, **finish, **options, **early(groups + num_store, rows),
         )  # fmt: skip
     return latent
 
@@ -594,8 +566,7 @@ def aot_cases() -> list[AotCase]:
     for ratio, name in kinds:
         layout = layouts.get(name)
         slots = {4: 8, 2: 2, 128: 9}[ratio]
-        config = compress_config(layout.dim, ratio == 2, 0, False)
-        warps = config.num_warps
+        warps = compress_config(layout.dim, ratio == 2, 0, False).num_warps
         finish: dict[str, Any] = {
             "ROPE": 64, "BF16": True, "layout": layout, "ENTRIES": 256 // ratio, "latent": None, "stored": None,
             "STATE_ENTRIES": 8 if ratio == 128 else 4, "EARLY": True,
@@ -603,21 +574,20 @@ def aot_cases() -> list[AotCase]:
         if ratio == 2:  # V4.1 has no position bias
             finish["bias"] = None
         if ratio == 128:
-            cases.append(
-                case(f"ratio 128 {name} merged", merge_parts_kernel, warps, finish | {"AT_ONCE": AT_ONCE, "SUM_ENTRIES": 1})
-            )
+            cases.append(case(f"ratio 128 {name} merged", merge_parts_kernel, warps, finish | {"AT_ONCE": 16, "SUM_ENTRIES": 1}))
             cases.append(
                 case(f"ratio 128 {name} token each", token_each_kernel, warps, finish | {"SLOTS": slots, "SUM_ENTRIES": 1})
             )
             continue
         pooled = finish | {"OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "SLOTS": slots}
         for groups in (0, 1, 256):  # 0: one token of each sequence
-            config = compress_config(layout.dim, ratio == 2, groups, False)
-            constants = pooled | {"TOKEN_EACH": groups == 0, "ROWS": config.rows}
-            cases.append(case(f"ratio {ratio} {name} {groups} groups", compress_kernel, config.num_warps, constants))
+            warps = compress_config(layout.dim, ratio == 2, groups, False).num_warps
+            cases.append(
+                case(f"ratio {ratio} {name} {groups} groups", compress_kernel, warps, pooled | {"TOKEN_EACH": groups == 0})
+            )
     for summing in (config_of_sums(1, True), config_of_sums(1, False), config_of_sums(16, False)):
         constants = {
-            "D": 512, "ROPE": 64, "ROWS": summing.rows, "ONE_BY_ONE": summing.one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1,
+            "D": 512, "ROWS": summing.rows, "ONE_BY_ONE": summing.one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1,
             "EARLY": True,
         }  # fmt: skip
         cases.append(replace(

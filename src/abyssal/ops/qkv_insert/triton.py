@@ -15,7 +15,7 @@ from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
 from abyssal.ops._records import (
     early,
-    finish_rows,
+    finish_row,
     load_finish,
     load_rope,
     rms_scale,
@@ -74,9 +74,9 @@ def qkv_insert_kernel(
     if program < tokens:
         slot = tl.load(slots + program + tl.arange(0, 1))
         row = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, D)[None, :]))
-        _, kv_cos, kv_sin = load_finish(None, rope, program, 1, D, ROPE)
-        finish_rows(
-            row, 0.0, kv_cos, kv_sin, eps, program, pages, page_bytes, slot, None, stored, False, ROPE, False, BF16, layout, ENTRIES, 1,
+        _, kv_cos, kv_sin = load_finish(None, rope, program, D, ROPE)
+        finish_row(
+            row, 0.0, kv_cos, kv_sin, eps, program, pages, page_bytes, slot, None, stored, False, ROPE, False, BF16, layout, ENTRIES
         )  # fmt: skip
     else:
         WIDTH: tl.constexpr = D if NORM else ROPE
@@ -101,10 +101,10 @@ def window_store_kernel(
     slot = tl.load(slots + program + tl.arange(0, 1))
     x = to_fp32(tl.load(kv + program.to(tl.int64) * kv_stride + tl.arange(0, layout.dim)[None, :]))
     BF16: tl.constexpr = kv.dtype.element_ty == tl.bfloat16
-    weight, cos, sin = load_finish(norm, rope, program, 1, layout.dim, ROPE)
-    finish_rows(
+    weight, cos, sin = load_finish(norm, rope, program, layout.dim, ROPE)
+    finish_row(
         x, weight, cos, sin, eps, program, pages, page_bytes, slot, latent, stored, norm is not None, ROPE, False, BF16, layout,
-        ENTRIES, 1,
+        ENTRIES,
     )  # fmt: skip
 
 
