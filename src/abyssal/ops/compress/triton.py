@@ -30,7 +30,7 @@ from abyssal.ops._records import (
     round_like,
     wait_for_inputs,
     zero_behind_loads,
-)  # fmt: skip
+)
 from abyssal.ops.qkv_insert.triton import window_store
 
 
@@ -138,7 +138,7 @@ def _sources(
     sources, first, count, num_tokens, carried, num_carried, rows, rows_stride, state_pages, state_page_bytes,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STATE_ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of ROWS rows of a group from number `first` of `count` on, and pointers to them.
+    """Numbers of ROWS rows of a group from number `first` of `count` on, and pointers to them; of a carried one of slot -1 to any.
 
     Row by row with scalar addresses, so that the loads of all are in flight together.
     """
@@ -149,7 +149,7 @@ def _sources(
     loads_in_flight()
     for i in tl.static_range(ROWS):
         old = source[i] < num_carried
-        slot = tl.load(carried + source[i], mask=old, other=0)
+        slot = tl.maximum(tl.load(carried + source[i], mask=old, other=0), 0)
         kept = _record(state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH)
         pointer += (tl.where(old, kept, rows + (source[i] - num_carried).to(tl.int64) * rows_stride),)
     return source, pointer
