@@ -580,11 +580,10 @@ def aot_cases() -> list[AotCase]:
             )
             continue
         pooled = finish | {"OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "SLOTS": slots}
-        for groups in (0, 1, 256):  # 0: one token of each sequence
-            warps = compress_config(layout.dim, ratio == 2, groups, False).num_warps
-            cases.append(
-                case(f"ratio {ratio} {name} {groups} groups", compress_kernel, warps, pooled | {"TOKEN_EACH": groups == 0})
-            )
+        launches = [(g == 0, compress_config(layout.dim, ratio == 2, g, False).num_warps) for g in (0, 1, 256)]  # 0: token each
+        for each, warps in dict.fromkeys(launches):
+            constants = pooled | {"TOKEN_EACH": each}
+            cases.append(case(f"ratio {ratio} {name} token each={each} {warps} warps", compress_kernel, warps, constants))
     for summing in (config_of_sums(1, True), config_of_sums(1, False), config_of_sums(16, False)):
         constants = {
             "D": 512, "ROWS": summing.rows, "ONE_BY_ONE": summing.one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1,
