@@ -49,6 +49,7 @@ class CompressConfig:
     """A program has all D channels of what it pools, so that the norm needs no other and pooling no exchange."""
 
     num_warps: int  # fixes the order of the norm's sum
+    registers: int | None = None  # per thread at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,12 @@ LOG2E = tl.constexpr(math.log2(math.e))
 def compress_config(dim: int, pairs: bool, groups: int, batch_invariant: bool) -> CompressConfig:
     """2 channels per lane while an entry's way is what counts, 4 of pairs of rows and where there are many groups.
 
-    us on an H200, 4 and 2: V4 main 10.8 and 11.5 for 1,024 groups, 2.14 and 1.99 for 64; keys 4.28 and 4.47, 1.80 and 1.69.
+    us on an H200, 4 and 2: V4 main 10.8 and 11.5 for 1,024 groups, 2.14 and 1.99 for 64; keys 4.28 and 4.47, 1.80 and 1.69. With 32 registers
+    16 programs of 2,048 pairs run at the same time on a multiprocessor: 6.5, else 6.8.
     """
-    many = groups >= 256 and not batch_invariant
-    return CompressConfig(max(1, dim // (128 if pairs or many else 64)))
+    many = groups >= 256
+    num_warps = max(1, dim // (128 if pairs or (many and not batch_invariant) else 64))
+    return CompressConfig(num_warps, 32 if pairs and many else None)
 
 
 def config_of_sums(groups: int, batch_invariant: bool) -> SumConfig:
@@ -503,7 +506,9 @@ def compress(
     assert len(entry_slots) == len(rope) <= groups, f"{len(entry_slots)} slots and {len(rope)} rotations for {groups} groups"
     assert sums is not None or len(rope) == groups, f"{groups} groups, {len(rope)} complete, and no sums"
     config = config or compress_config(dim, sums is None and not overlap, 0 if facts.token_each else groups, batch_invariant)
-    options: dict[str, Any] = {"STATE_ENTRIES": state.entries_per_page, "num_warps": config.num_warps}
+    options: dict[str, Any] = {
+        "STATE_ENTRIES": state.entries_per_page, "num_warps": config.num_warps, "maxnreg": config.registers,
+    }  # fmt: skip
     of_rows = (rows, rows.stride(0), len(rows), bias, facts.phases)
     of_state = (state.data, state.data.stride(0))
     of_entries = (entries.data, entries.data.stride(0), entry_slots, torch.view_as_real(rope), latent, stored, eps)
@@ -580,10 +585,11 @@ def aot_cases() -> list[AotCase]:
             )
             continue
         pooled = finish | {"OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "SLOTS": slots}
-        launches = [(g == 0, compress_config(layout.dim, ratio == 2, g, False).num_warps) for g in (0, 1, 256)]  # 0: token each
-        for each, warps in dict.fromkeys(launches):
-            constants = pooled | {"TOKEN_EACH": each}
-            cases.append(case(f"ratio {ratio} {name} token each={each} {warps} warps", compress_kernel, warps, constants))
+        for each, config in dict.fromkeys((g == 0, compress_config(layout.dim, ratio == 2, g, False)) for g in (0, 1, 256)):
+            cases.append(replace(
+                case(f"ratio {ratio} {name} token each={each} {config}", compress_kernel, config.num_warps, pooled | {"TOKEN_EACH": each}),
+                max_registers=config.registers,
+            ))  # fmt: skip
     for summing in (config_of_sums(1, True), config_of_sums(1, False), config_of_sums(16, False)):
         constants = {
             "D": 512, "ROWS": summing.rows, "ONE_BY_ONE": summing.one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1,

@@ -42,11 +42,12 @@ class IndexQueryConfig:
 def index_query_config(tokens: int, heads: int, rotate_query: bool) -> IndexQueryConfig:
     """Few heads per warp while a warp's way is what counts, then more, so that fewer instructions go into addresses.
 
-    us on an H200: V4 1.19 with 8 heads and 1.36 with 16 at 1 token, 2.05 and 1.68 at 64, where programs take time to start; 4,096 tokens
-    30.4 with 32 heads in 4 parts, 32.2 in 2 and 35 with 64. V4.1 at 4,096 tokens 19.1 with 16 heads and 19.6 with 32.
+    us on an H200: V4 1.34 with 4 heads and 1.54 with 8 in 4 warps at 1 token, 1.94 and 2.08 at 64, where 16 take 1.76, since programs take
+    time to start; 512 tokens 5.3 with 16 heads and 6.0 with 32 in 4 parts, 4,096 tokens 33.3 and 30.4. V4.1 18.9 with 16 and 19.2 with 32.
     """
-    per_warp = (2 if tokens <= 16 else 4 if tokens <= 64 else 8) if rotate_query else 2 if tokens <= 64 else 4
-    return IndexQueryConfig(min(4 * per_warp, heads & -heads), 4, 4 if per_warp == 8 else 2)
+    num_warps = 1 if rotate_query and tokens <= 16 else 4
+    per_warp = (4 if tokens <= 1024 else 8) if rotate_query else 2 if tokens <= 64 else 4
+    return IndexQueryConfig(min(num_warps * per_warp, heads & -heads), num_warps, 4 if per_warp == 8 else 2)
 
 
 @triton.jit
@@ -69,20 +70,18 @@ def index_query_kernel(
     wait_for_inputs(EARLY)
     raw = ()
     for i in tl.static_range(PARTS):
-        raw += (to_fp32(tl.load(here + i * WIDTH)),)
+        raw += (tl.load(here + i * WIDTH),)
     weight = to_fp32(tl.load(head_weights + token * weights_stride + head)) * (SCALE * HEADS**-0.5)
     parts = ()
     for i in tl.static_range(PARTS):
-        if i < PARTS // 2:
-            parts += (raw[i],)
-        else:
+        x = to_fp32(raw[i])
+        if i >= PARTS // 2:
             cos, sin = load_rope(rope, token * (PARTS // 2) + (i - PARTS // 2), PER_PROGRAM, WIDTH, WIDTH)
-            parts += (round_like(rotate(raw[i], cos, sin, PER_PROGRAM, WIDTH, WIDTH), BF16),)
+            x = round_like(rotate(x, cos, sin, PER_PROGRAM, WIDTH, WIDTH), BF16)
+        if HADAMARD:
+            x = hadamard(x, WIDTH)
+        parts += (x,)
     if HADAMARD:
-        within = ()
-        for i in tl.static_range(PARTS):
-            within += (hadamard(parts[i], WIDTH),)
-        parts = within
         tl.static_assert(PARTS == 2 or PARTS == 4)
         if PARTS == 4:
             parts = parts[0] + parts[1], parts[0] - parts[1], parts[2] + parts[3], parts[2] - parts[3]
