@@ -20,9 +20,10 @@ from abyssal.ops.compress import compress as reference
 from bench.ops import write_path as wp
 
 ENTRIES, STATE_ENTRIES = 64, 4
+CONFIG = kernels.CompressConfig
 CASES = (("v4 main", 4, "v4"), ("v4 keys", 4, "index_fp8"), ("v4.1 main", 2, "v41_fp4"))
-CONFIGS = {512: (4, 8), 128: (1, 2)}  # warps, by the width of an entry
-SUM_CONFIGS = (kernels.SumConfig(8, 8), kernels.SumConfig(16, 8))
+CONFIGS = {"v4 main": (CONFIG(4), CONFIG(8)), "v4 keys": (CONFIG(1), CONFIG(2)), "v4.1 main": (CONFIG(4), CONFIG(4, 32))}
+SUM_CONFIGS = (kernels.SumConfig(8, 8), kernels.SumConfig(16, 8, registers=128))
 
 
 def step(
@@ -78,17 +79,17 @@ def main() -> None:
     for name, ratio, layout_name in CASES:
         for tokens in args.tokens:
             inputs, moved = whole_groups(layouts.get(layout_name), ratio, tokens)
-            for num_warps in CONFIGS[len(inputs[0].norm)]:
-                config = kernels.CompressConfig(num_warps)
+            for config in CONFIGS[name]:
                 calls = [(one, {"config": config}) for one in inputs]
-                table.time(name, tokens, f"warps {num_warps}", lambda one, config: one.fused(**config), calls, moved)
+                variant = f"{config.num_warps} warps" + (f" of {config.registers} registers" if config.registers else "")
+                table.time(name, tokens, variant, lambda one, config: one.fused(**config), calls, moved)
             table.time_chain(name, tokens, inputs[0].chain(), [(inputs[0].rows,)], moved)
             del inputs
     for tokens in args.tokens:
         inputs, moved = summed_groups(tokens)
         for config in SUM_CONFIGS[:1] if tokens <= 64 else SUM_CONFIGS:
             calls = [(one, {"sum_config": config}) for one in inputs]
-            variant = "" if tokens <= 64 else f"parts of {config.part}, {config.num_warps} warps"
+            variant = "" if tokens <= 64 else f"parts of {config.rows}, {config.num_warps} warps"
             table.time("v4 ratio 128", tokens, variant, lambda one, config: one.fused(**config), calls, moved)
         table.time_chain("v4 ratio 128", tokens, inputs[0].chain(), [(inputs[0].rows,)], moved)
         del inputs

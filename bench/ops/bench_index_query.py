@@ -12,8 +12,8 @@ from abyssal.kv import layouts
 from abyssal.ops.index_query import index_query as reference
 from bench.ops import write_path as wp
 
-FEW = (4, 1), (8, 4), (16, 4)  # heads per program, warps
-MANY = (8, 1), (16, 2), (32, 4)
+FEW = (4, 1, 2), (8, 4, 2), (16, 4, 2)  # heads per program, warps, parts of a vector
+MANY = (16, 4, 2), (32, 4, 2), (32, 4, 4)
 
 
 def main() -> None:
@@ -31,10 +31,10 @@ def main() -> None:
                 q = torch.randn(tokens, shape.index_heads, 128, device=wp.DEVICE, dtype=torch.bfloat16)
                 weights = torch.randn(tokens, shape.index_heads, device=wp.DEVICE, dtype=torch.bfloat16)
                 inputs.append((q, weights, wp.table(tokens)))
-            for per_program, num_warps in FEW if tokens <= 64 else MANY:
-                config = kernels.IndexQueryConfig(per_program, num_warps)
+            for per_program, num_warps, parts in FEW if tokens <= 64 else MANY:
+                config = kernels.IndexQueryConfig(per_program, num_warps, parts)
                 table.time(
-                    shape.name, tokens, f"{per_program} heads, {num_warps} warps",
+                    shape.name, tokens, f"{per_program} heads, {num_warps} warps, {parts} parts",
                     lambda q, weights, rope, config=config, shape=shape, grid=grid: kernels.index_query(
                         q, weights, rope, rotate_query=shape.hadamard, grid=grid, config=config
                     ),

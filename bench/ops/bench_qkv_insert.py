@@ -39,7 +39,7 @@ def main() -> None:
                     lambda q, kv, rope, data, slots, config=config, layout=layout, eps=shape.eps: kernels.qkv_insert(
                         q, kv, rope, data, layout, ENTRIES, slots, eps, config=config
                     ),
-                    inputs, moved,
+                    inputs, moved, None if shape.eps is not None else (2 * width, 1024),
                 )  # fmt: skip
 
             def chain(q, kv, rope, data, slots, layout=layout, eps=shape.eps):

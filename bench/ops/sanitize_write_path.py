@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import abyssal.ops.compress.triton as compressor
@@ -54,7 +56,11 @@ def query_kernels() -> None:
     q, weights = torch.randn(TOKENS, 8, 128, device=wp.DEVICE).bfloat16(), torch.randn(TOKENS, 8, device=wp.DEVICE).bfloat16()
     for name in ("index_bf16", "index_fp8", "index_mxfp4"):
         for rotate in (True, False):
-            index_query.index_query(q, weights, wp.table(TOKENS), rotate_query=rotate, grid=layouts.get(name).grid)
+            for parts in (2, 4):
+                config = index_query.IndexQueryConfig(8, 4, parts)
+                index_query.index_query(
+                    q, weights, wp.table(TOKENS), rotate_query=rotate, grid=layouts.get(name).grid, config=config
+                )  # fmt: skip
 
 
 def compress_kernels() -> None:
@@ -82,13 +88,18 @@ def compress_kernels() -> None:
             phases=torch.arange(TOKENS, device=wp.DEVICE) % ratio,
         )  # fmt: skip
         bias = torch.randn(ratio, width // 2, device=wp.DEVICE) if ratio > 2 else None
-        compressor.compress(
-            torch.randn(TOKENS, width, device=wp.DEVICE), bias, torch.ones(dim, device=wp.DEVICE), facts,
-            StoreFacts(torch.arange(TOKENS, device=wp.DEVICE), state_slots[None, 3:]),
-            compressor.Pages("state", states, state, ENTRIES), compressor.Pages("sums", records, record, 1) if ratio == 128 else None,
-            compressor.Pages("entries", data, layout, ENTRIES), 0, overlap=ratio == 4, rotate_keys=dim == 128, eps=1e-6,
-            dtype=torch.bfloat16,
-        )  # fmt: skip
+        variants: tuple[dict[str, Any], ...] = ({}, {"config": compressor.compress_config(dim, ratio == 2, 256, False)})
+        if ratio == 128:
+            variants = {}, {"sum_config": compressor.config_of_sums(16, False)}, {"batch_invariant": True}
+        for variant in variants:
+            compressor.compress(
+                torch.randn(TOKENS, width, device=wp.DEVICE), bias, torch.ones(dim, device=wp.DEVICE), facts,
+                StoreFacts(torch.arange(TOKENS, device=wp.DEVICE), state_slots[None, 3:]),
+                compressor.Pages("state", states, state, ENTRIES),
+                compressor.Pages("sums", records, record, 1) if ratio == 128 else None,
+                compressor.Pages("entries", data, layout, ENTRIES), 0, overlap=ratio == 4, rotate_keys=dim == 128, eps=1e-6,
+                dtype=torch.bfloat16, **variant,
+            )  # fmt: skip
 
 
 def token_each_kernels() -> None:

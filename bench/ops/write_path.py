@@ -64,12 +64,31 @@ def copy_kernel(source, target, n, BLOCK: tl.constexpr):
     tl.store(target + column, tl.load(source + column, mask=column < n), mask=column < n)
 
 
+@triton.jit
+def copy_pieces_kernel(data, pieces, PIECE: tl.constexpr, STRIDE: tl.constexpr, PER_PROGRAM: tl.constexpr):
+    """Each word is read and written back: the first PIECE of every STRIDE."""
+    piece = tl.program_id(0) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
+    here = data + piece.to(tl.int64) * STRIDE + tl.arange(0, PIECE)[None, :]
+    tl.store(here, tl.load(here, mask=piece < pieces), mask=piece < pieces)
+
+
 def copy_us(bytes_moved: int, sets: int) -> float:
     """Median replay time of a plain copy that reads and writes `bytes_moved` together, in turn over as many inputs."""
     words, block = max(1, bytes_moved // 8), 2048
     pairs = [tuple(torch.zeros(2, words, dtype=torch.int32, device=DEVICE)) for _ in range(sets)]
     grid = (triton.cdiv(words, block),)
     return median_us(lambda a, b: copy_kernel[grid](a, b, words, BLOCK=block, num_warps=4), pairs, repeats=7)
+
+
+def copy_pieces_us(bytes_moved: int, sets: int, piece: int, stride: int) -> float:
+    """The same of a copy in place of `piece` bytes of every `stride`: what is left of the bandwidth where an op must leave out the others."""
+    pieces, per_program = bytes_moved // (2 * piece), 64
+    inputs = [(torch.zeros(pieces * stride // 4, dtype=torch.int32, device=DEVICE),) for _ in range(sets)]
+    grid = (triton.cdiv(pieces, per_program),)
+    return median_us(
+        lambda x: copy_pieces_kernel[grid](x, pieces, PIECE=piece // 4, STRIDE=stride // 4, PER_PROGRAM=per_program, num_warps=4),
+        inputs, repeats=7,
+    )  # fmt: skip
 
 
 def launch_floor() -> float:
@@ -122,27 +141,37 @@ class Table:
         self.floor, self.compiles = launch_floor(), compiles
         self.title = title
         self.rows: list[dict[str, Any]] = []
-        self.copies: dict[tuple[int, int], float] = {}
+        self.copies: dict[tuple[int, ...], float] = {}
         print(f"{title}; empty kernel F = {self.floor:.2f} us; roof = bytes / {COPY_BANDWIDTH / 1e12} TB/s; {device_line()}")
         print(
-            f"{'shape':12} {'tokens':>6} {'variant':34} {'us':>8} {'us - F':>8} {'roof us':>8} {'% of roof':>9} {'% of copy':>9}",
+            f"{'shape':12} {'tokens':>6} {'variant':34} {'us':>8} {'us - F':>8} {'roof us':>8} {'% of roof':>9} {'copy us':>8} {'pieces us':>9}",
             flush=True,
         )
 
     def time(
-        self, shape: str, tokens: int, variant: str, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], bytes_moved: int
+        self,
+        shape: str,
+        tokens: int,
+        variant: str,
+        fn: Callable[..., Any],
+        inputs: Sequence[tuple[Any, ...]],
+        bytes_moved: int,
+        pieces: tuple[int, int] | None = None,
     ) -> float | None:
+        """`pieces`: what the op reads and writes in place, bytes of a piece and from one to the next, where most of its bytes are such."""
         roof = bytes_moved / COPY_BANDWIDTH * 1e6
         row: dict[str, Any] = {"shape": shape, "tokens": tokens, "variant": variant, "bytes": bytes_moved, "roof_us": roof}
         head = f"{shape:12} {tokens:>6} {variant:34}"
         try:
             us = row["us"] = median_us(fn, inputs, repeats=7)
-            key = bytes_moved, len(inputs)
-            if key not in self.copies:
-                self.copies[key] = copy_us(*key)
-            copy = row["copy_us"] = self.copies[key]
+            row["copy_us"] = self._once(copy_us, bytes_moved, len(inputs))
+            of_pieces = ""
+            if pieces is not None:
+                row["pieces_us"] = self._once(copy_pieces_us, bytes_moved, len(inputs), *pieces)
+                of_pieces = f"{row['pieces_us']:9.2f}"
             print(
-                f"{head} {us:8.2f} {us - self.floor:8.2f} {roof:8.2f} {100 * roof / us:9.0f} {100 * copy / us:9.0f}", flush=True
+                f"{head} {us:8.2f} {us - self.floor:8.2f} {roof:8.2f} {100 * roof / us:9.0f} {row['copy_us']:8.2f} {of_pieces}",
+                flush=True,
             )
         except FAILURES as error:  # the other variants are still worth their time
             torch.cuda.synchronize()
@@ -150,6 +179,11 @@ class Table:
             print(head, row["error"], flush=True)
         self.rows.append(row)
         return row.get("us")
+
+    def _once(self, copy: Callable[..., float], *key: int) -> float:
+        if key not in self.copies:
+            self.copies[key] = copy(*key)
+        return self.copies[key]
 
     def time_chain(
         self, shape: str, tokens: int, chain: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], bytes_moved: int
@@ -161,11 +195,11 @@ class Table:
                 self.time(shape, tokens, "compile", compiled(chain), inputs, bytes_moved)
 
     def print(self) -> None:
-        """The fastest variant of each shape, its share of the roof, with F and without, and of a copy of as many bytes; how many times
-        longer the unfused chains take."""
+        """The fastest variant of each shape, its share of the roof, with F and without, of a copy of as many bytes and of one of such
+        pieces; how many times longer the unfused chains take."""
         print(
             f"\n{self.title}\n{'shape':12} {'tokens':>6} {'fastest':34} {'us':>8} {'us - F':>8} {'% of roof':>9} {'without F':>9} "
-            f"{'% of copy':>9} {'eager':>6} {'compile':>7}"
+            f"{'% of copy':>9} {'% pieces':>9} {'eager':>6} {'compile':>7}"
         )
         for shape, tokens in dict.fromkeys((row["shape"], row["tokens"]) for row in self.rows):
             cell = {row["variant"]: row for row in self.rows if (row["shape"], row["tokens"]) == (shape, tokens) and "us" in row}
@@ -174,9 +208,11 @@ class Table:
                 best = min(cell.values(), key=lambda row: row["us"])
                 times = [f"{chains[name] / best['us']:.1f}" if name in chains else "" for name in ("eager", "compile")]
                 us, roof = best["us"], best["roof_us"]
+                of_pieces = f"{100 * best['pieces_us'] / us:9.0f}" if "pieces_us" in best else ""
                 print(
                     f"{shape:12} {tokens:>6} {best['variant']:34} {us:8.2f} {us - self.floor:8.2f} {100 * roof / us:9.0f} "
-                    f"{100 * roof / max(us - self.floor, 0.01):9.0f} {100 * best['copy_us'] / us:9.0f} {times[0]:>6} {times[1]:>7}"
+                    f"{100 * roof / max(us - self.floor, 0.01):9.0f} {100 * best['copy_us'] / us:9.0f} {of_pieces:>9} {times[0]:>6} "
+                    f"{times[1]:>7}"
                 )
 
     def save(self, path: Path | None) -> None:

@@ -196,7 +196,12 @@ def test_kernel_stores_entries_and_state_of_a_mixed_batch(kind, layout, dtype):
                 stored = torch.full((facts.num_entries, dim), torch.nan, device=DEVICE)
                 before = cache.pools[cache.specs[kind].bucket].data.clone()
                 pages, state_pages = pages_of(cache, kind), pages_of(cache, f"{kind}_state")
-                kernels.compress(given, bias, norm, facts, store, state_pages, None, pages, 0, stored=stored, **options)
+                many = (
+                    kernels.compress_config(dim, False, 256, False) if dtype == torch.bfloat16 and facts.num_entries > 1 else None
+                )
+                kernels.compress(
+                    given, bias, norm, facts, store, state_pages, None, pages, 0, stored=stored, config=many, **options
+                )
                 slots, spec = facts.entry_slots[kind][0], cache.specs[kind]
 
                 got_state = cache.views[f"{kind}_state"].read(store.slots[0])
@@ -289,6 +294,7 @@ def test_kernel_pools_pairs(layout):
     latent = kernels.compress(
         rows, None, norm, step_facts(sources, torch.tensor([5], device=DEVICE), slots, rope), StoreFacts(kept, kept[None]), states, None,
         pages, 0, overlap=False, rotate_keys=False, eps=1e-6, dtype=torch.bfloat16, with_latent=True, stored=stored,
+        config=kernels.compress_config(512, True, 256, False),
     )  # fmt: skip
     expected = rms_norm(pool(torch.cat([old, rows]), sources, False).bfloat16(), norm, 1e-6)
     assert ((latent.float() - expected.float()).abs() <= 2**-7 * expected.float().abs()).all()

@@ -67,13 +67,18 @@ def test_kernel_rotates_as_the_reference_does(dtype, rotate_query):
         assert (got.float() != expected).float().mean() < 0.02
 
 
-@pytest.mark.parametrize(("per_program", "num_warps"), [(1, 1), (4, 1), (8, 1), (8, 4)])
+@pytest.mark.parametrize(("per_program", "num_warps", "parts"), [(1, 1, 2), (4, 1, 4), (8, 1, 2), (8, 4, 4)])
 @pytest.mark.parametrize("layout", ["index_fp8", "index_mxfp4"])
-def test_kernel_quantises_its_own_rows_exactly(layout, per_program, num_warps):
+def test_kernel_quantises_its_own_rows_exactly(layout, per_program, num_warps, parts):
+    """And these rows have the same bits whatever the launch config."""
     q, weights, table = queries(2, 8, torch.bfloat16)
-    grid, config = layouts.get(layout).grid, kernels.IndexQueryConfig(per_program, num_warps)
+    grid, config = layouts.get(layout).grid, kernels.IndexQueryConfig(per_program, num_warps, parts)
     rows, plain = kernels.index_query(q, weights, table, rotate_query=True, grid=None, config=config)
     got, folded = kernels.index_query(q, weights, table, rotate_query=True, grid=grid, config=config)
+    other, _ = kernels.index_query(
+        q, weights, table, rotate_query=True, grid=None, config=kernels.IndexQueryConfig(8, 4, 6 - parts)
+    )
+    assert torch.equal(rows, other)
     codes, scales = codec.quantize(grid, rows.flatten(0, 1).float().cpu())
     if layout == "index_fp8":
         assert got.dtype == torch.float8_e4m3fn and torch.equal(got.view(torch.uint8).cpu().flatten(0, 1), codes)

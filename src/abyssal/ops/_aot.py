@@ -37,6 +37,7 @@ class AotCase:
     aligned: tuple[str, ...] = ()  # arguments that are multiples of 16, as Triton finds out at launch
     archs: tuple[int, ...] = (HOPPER, BLACKWELL)
     spill_reason: str | None = None
+    max_registers: int | None = None  # per thread
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def compile_case(case: AotCase, arch: int) -> AotReport:
     signature = {n: "constexpr" if n in case.constants else case.signature[n] for n in names}
     attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in case.aligned}
     source = _source_class(case.kernel)(fn=case.kernel, signature=signature, constexprs=case.constants, attrs=attrs)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack, local = _resources(compiled.asm["cubin"])
     return AotReport(case.name, arch, registers, compiled.metadata.shared, stack + local, case.spill_reason)

@@ -8,7 +8,7 @@ are summed by several programs, and a second launch merges the sums. A ratio-1 e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,17 @@ from abyssal.kv import layouts
 from abyssal.kv.batch import CompressFacts, StoreFacts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import early, exp2, finish_row, load_finish, loads_in_flight, reciprocal, round_like, wait_for_inputs
+from abyssal.ops._records import (
+    early,
+    exp2,
+    finish_row,
+    load_finish,
+    loads_in_flight,
+    reciprocal,
+    round_like,
+    wait_for_inputs,
+    zero_behind_loads,
+)
 from abyssal.ops.qkv_insert.triton import window_store
 
 
@@ -39,32 +49,41 @@ class CompressConfig:
     """A program has all D channels of what it pools, so that the norm needs no other and pooling no exchange."""
 
     num_warps: int  # fixes the order of the norm's sum
+    registers: int | None = None  # per thread at most
 
 
 @dataclass(frozen=True, slots=True)
 class SumConfig:
     """Of the first launch for long groups."""
 
-    part: int  # rows of a group that one program sums, a multiple of ROWS_AT_ONCE; 0: all of them, one by one
+    rows: int  # of a group, loaded together
     num_warps: int
+    registers: int | None = None  # per thread at most
+    one_by_one: bool = False  # one program sums all rows of a group, one after the other
 
 
-ROWS_AT_ONCE = 8  # of a long group, loaded together
-AT_ONCE = 8  # sums of parts, loaded together
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
-def compress_config(dim: int, overlap: bool) -> CompressConfig:
-    """4 channels per lane; with overlap 2, of more rows."""
-    return CompressConfig(max(1, dim // (64 if overlap else 128)))
+def compress_config(dim: int, pairs: bool, groups: int, batch_invariant: bool) -> CompressConfig:
+    """2 channels per lane while an entry's way is what counts, 4 of pairs of rows and where there are many groups.
+
+    us on an H200, 4 and 2: V4 main 10.8 and 11.5 for 1,024 groups, 2.14 and 1.99 for 64; keys 4.28 and 4.47, 1.80 and 1.69. With 32 registers
+    16 programs of 2,048 pairs run at the same time on a multiprocessor: 6.5, else 6.8.
+    """
+    many = groups >= 256
+    num_warps = max(1, dim // (128 if pairs or (many and not batch_invariant) else 64))
+    return CompressConfig(num_warps, 32 if pairs and many else None)
 
 
 def config_of_sums(groups: int, batch_invariant: bool) -> SumConfig:
     """Added up row by row, sums have the same bits wherever a step ends and the next goes on with them.
 
-    Else 8 rows per program, or 16 where groups alone keep the card busy.
+    Else 16 rows per program where there are many groups: 64 KiB, of which two programs per multiprocessor keep memory busy.
     """
-    return SumConfig(0 if batch_invariant else ROWS_AT_ONCE if groups < 16 else 2 * ROWS_AT_ONCE, 8)
+    if batch_invariant:
+        return SumConfig(8, 8, one_by_one=True)
+    return SumConfig(8, 8) if groups < 16 else SumConfig(16, 8, registers=128)
 
 
 @triton.jit
@@ -122,7 +141,7 @@ def _sources(
     sources, first, count, num_tokens, carried, num_carried, rows, rows_stride, state_pages, state_page_bytes,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STATE_ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of ROWS rows of a group from number `first` of `count` on, and pointers to them.
+    """Numbers of ROWS rows of a group from number `first` of `count` on, and pointers to them; of a carried one of slot -1 to any.
 
     Row by row with scalar addresses, so that the loads of all are in flight together.
     """
@@ -133,7 +152,7 @@ def _sources(
     loads_in_flight()
     for i in tl.static_range(ROWS):
         old = source[i] < num_carried
-        slot = tl.load(carried + source[i], mask=old, other=0)
+        slot = tl.maximum(tl.load(carried + source[i], mask=old, other=0), 0)
         kept = _record(state_pages, state_page_bytes, slot, STATE_ENTRIES, WIDTH)
         pointer += (tl.where(old, kept, rows + (source[i] - num_carried).to(tl.int64) * rows_stride),)
     return source, pointer
@@ -145,6 +164,18 @@ def _load_scored(row, there, D: tl.constexpr, WIDTH: tl.constexpr):
     row += tl.arange(0, D)[None, :]
     mask = _mask(there, D)
     return tl.load(row + WIDTH // 2, mask=mask, other=float("-inf")), tl.load(row, mask=mask, other=0.0)
+
+
+@triton.jit
+def _biased(score, added, source, num_carried, D: tl.constexpr):
+    """Scores of a group's rows with what is added to those of the step; carried ones have it. Loads before stay in flight together."""
+    zero, biased = zero_behind_loads(), ()
+    for i in tl.static_range(len(score)):
+        if len(added) == 0:
+            biased += (score[i] + zero * 1.0,)
+        else:
+            biased += (score[i] + tl.where(_mask(source[i] - num_carried + 1 + zero, D), added[i], 0.0),)
+    return biased
 
 
 @triton.jit
@@ -224,48 +255,52 @@ def compress_kernel(
             rows, rows_stride, bias, phases, store_rows, store_slots, program - num_groups, state_pages, state_page_bytes,
             STATE_ENTRIES, WIDTH, EARLY,
         )  # fmt: skip
-    else:
+    elif TOKEN_EACH:
         target = tl.load(entry_slots + program).to(tl.int64)
         norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
+        own = rows + program.to(tl.int64) * rows_stride
+        slots = ()
+        for i in tl.static_range(SLOTS - 1):
+            slots += (tl.load(carried + program * (SLOTS - 1) + i),)
+        added = 0.0 if bias is None else _load_row(bias + tl.load(phases + program) * (WIDTH // 2) + OWN, D)
+        loads_in_flight()
         score, value = (), ()
-        if TOKEN_EACH:
-            own = rows + program.to(tl.int64) * rows_stride
-            slots = ()
-            for i in tl.static_range(SLOTS - 1):
-                slots += (tl.load(carried + program * (SLOTS - 1) + i),)
-            added = 0.0 if bias is None else _load_row(bias + tl.load(phases + program) * (WIDTH // 2) + OWN, D)
-            loads_in_flight()
-            for i in tl.static_range(SLOTS - 1):
-                row = _record(state_pages, state_page_bytes, slots[i], STATE_ENTRIES, WIDTH)
-                there = tl.where(target >= 0, slots[i] + 1, 0)
-                loaded = _load_scored(row + (OWN if i >= SLOTS - RATIO else 0), there, D, WIDTH)
-                score += (loaded[0],)
-                value += (loaded[1],)
-            m, s, v = _sums_of(score, value)
-            wait_for_inputs(EARLY)
-            last_score, last_value = _load_row(own + OWN + WIDTH // 2, D) + added, _load_row(own + OWN, D)
-        else:
-            source, pointer = _sources(
-                sources + program.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
-                state_page_bytes, SLOTS, WIDTH, STATE_ENTRIES,
-            )  # fmt: skip
-            wait_for_inputs(EARLY)
-            for i in tl.static_range(SLOTS):
-                there = tl.where(target >= 0, num_carried + num_tokens - source[i], 0)
-                loaded = _load_scored(pointer[i] + (OWN if i >= SLOTS - RATIO else 0), there, D, WIDTH)
-                score += (loaded[0],)
-                value += (loaded[1],)
-            loads_in_flight()
-            if bias is not None:
-                biased = ()
-                for i in tl.static_range(SLOTS):
-                    place = bias + i % RATIO * (WIDTH // 2) + (OWN if i >= SLOTS - RATIO else 0) + tl.arange(0, D)[None, :]
-                    biased += (score[i] + tl.load(place, mask=_mask(source[i] - num_carried + 1, D), other=0.0),)
-                score = biased
-            m, s, v = _sums_of(score[: SLOTS - 1], value[: SLOTS - 1])
-            last_score, last_value = score[SLOTS - 1], value[SLOTS - 1]
+        for i in tl.static_range(SLOTS - 1):
+            row = _record(state_pages, state_page_bytes, slots[i], STATE_ENTRIES, WIDTH)
+            there = tl.where(target >= 0, slots[i] + 1, 0)
+            loaded = _load_scored(row + (OWN if i >= SLOTS - RATIO else 0), there, D, WIDTH)
+            score += (loaded[0],)
+            value += (loaded[1],)
+        m, s, v = _sums_of(score, value)
+        wait_for_inputs(EARLY)
+        last_score, last_value = _load_row(own + OWN + WIDTH // 2, D) + added, _load_row(own + OWN, D)
         if target >= 0:
             m, s, v = _add_row(m, s, v, last_score, last_value)
+            finish_row(
+                round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
+                latent, stored, True, ROPE, HADAMARD, BF16, layout, ENTRIES,
+            )  # fmt: skip
+    else:
+        added = ()
+        if bias is not None:
+            for i in tl.static_range(SLOTS):
+                added += (_load_row(bias + i % RATIO * (WIDTH // 2) + (OWN if i >= SLOTS - RATIO else 0), D),)
+        target = tl.load(entry_slots + program).to(tl.int64)
+        norm_weight, cos, sin = load_finish(norm, rope, program, D, ROPE)
+        source, pointer = _sources(
+            sources + program.to(tl.int64) * SLOTS, 0, SLOTS, num_tokens, carried, num_carried, rows, rows_stride, state_pages,
+            state_page_bytes, SLOTS, WIDTH, STATE_ENTRIES,
+        )  # fmt: skip
+        wait_for_inputs(EARLY)
+        score, value = (), ()
+        for i in tl.static_range(SLOTS):  # of groups that are left out too: these loads do not wait for the slot
+            loaded = _load_scored(pointer[i] + (OWN if i >= SLOTS - RATIO else 0), num_carried + num_tokens - source[i], D, WIDTH)
+            score += (loaded[0],)
+            value += (loaded[1],)
+        biased = _biased(score, added, source, num_carried, D)
+        m, s, v = _sums_of(biased[: SLOTS - 1], value[: SLOTS - 1])
+        if target >= 0:
+            m, s, v = _add_row(m, s, v, biased[SLOTS - 1], value[SLOTS - 1])
             finish_row(
                 round_like(v * reciprocal(s), BF16), norm_weight, cos, sin, eps, program, pages, page_bytes, target + tl.zeros((1,), tl.int64),
                 latent, stored, True, ROPE, HADAMARD, BF16, layout, ENTRIES,
@@ -280,31 +315,28 @@ def sum_parts_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums over `blocks` times ROWS rows of a group, to partial fp32 [G, parts, 3, D]; the first part goes on with carried sums."""
-    group, part = tl.program_id(0), tl.program_id(1)
+    part, group = tl.program_id(0), tl.program_id(1)
     before = tl.load(carried_sums + group, mask=part == 0, other=-1)
     m, s, v = _load_sums(_record(sum_pages, sum_page_bytes, before, SUM_ENTRIES, 3 * D), before + 1, D)
+    end = num_carried + num_tokens
     for block in range(blocks):
         source, pointer = _sources(
             sources + group.to(tl.int64) * num_slots, (part * blocks + block) * ROWS, num_slots, num_tokens, carried, num_carried, rows,
             rows_stride, state_pages, state_page_bytes, ROWS, 2 * D, STATE_ENTRIES,
         )  # fmt: skip
         added = ()
-        for i in tl.static_range(ROWS):
-            if bias is None:
-                added += (0.0,)
-            else:
-                of_step = (source[i] >= num_carried) & (source[i] < num_carried + num_tokens)
+        if bias is not None:
+            for i in tl.static_range(ROWS):
+                of_step = (source[i] >= num_carried) & (source[i] < end)
                 phase = tl.load(phases + source[i] - num_carried, mask=of_step, other=0)
-                added += (tl.load(bias + phase * D + tl.arange(0, D)[None, :], mask=_mask(of_step, D), other=0.0),)
+                added += (_load_row(bias + phase * D, D),)
         wait_for_inputs(EARLY)
         score, value = (), ()
         for i in tl.static_range(ROWS):
-            loaded = _load_scored(pointer[i], num_carried + num_tokens - source[i], D, 2 * D)
+            loaded = _load_scored(pointer[i], end - source[i], D, 2 * D)
             score += (loaded[0],)
             value += (loaded[1],)
-        biased = ()
-        for i in tl.static_range(ROWS):
-            biased += (score[i] + added[i],)
+        biased = _biased(score, added, source, num_carried, D)
         if ONE_BY_ONE:
             for i in tl.static_range(ROWS):
                 m, s, v = _add_row(m, s, v, biased[i], value[i])
@@ -312,7 +344,7 @@ def sum_parts_kernel(
             m, s, v = _add(m, s, v, biased, None, value)
     if blocks == 0:
         wait_for_inputs(EARLY)
-    _store_sums(partial + (group.to(tl.int64) * tl.num_programs(1) + part) * (3 * D), m, s, v, D)
+    _store_sums(partial + (group.to(tl.int64) * tl.num_programs(0) + part) * (3 * D), m, s, v, D)
 
 
 @triton.jit(do_not_specialize=["parts", "num_groups", "num_entries"])
@@ -473,8 +505,10 @@ def compress(
     assert bias is None or (len(facts.phases) == len(rows) and facts.phases.is_contiguous()), "a bias needs every token's place"
     assert len(entry_slots) == len(rope) <= groups, f"{len(entry_slots)} slots and {len(rope)} rotations for {groups} groups"
     assert sums is not None or len(rope) == groups, f"{groups} groups, {len(rope)} complete, and no sums"
-    config = config or compress_config(dim, overlap)
-    options: dict[str, Any] = {"STATE_ENTRIES": state.entries_per_page, "num_warps": config.num_warps}
+    config = config or compress_config(dim, sums is None and not overlap, 0 if facts.token_each else groups, batch_invariant)
+    options: dict[str, Any] = {
+        "STATE_ENTRIES": state.entries_per_page, "num_warps": config.num_warps, "maxnreg": config.registers,
+    }  # fmt: skip
     of_rows = (rows, rows.stride(0), len(rows), bias, facts.phases)
     of_state = (state.data, state.data.stride(0))
     of_entries = (entries.data, entries.data.stride(0), entry_slots, torch.view_as_real(rope), latent, stored, eps)
@@ -484,8 +518,8 @@ def compress(
         if programs:
             compress_kernel[(programs,)](
                 *of_rows, norm, facts.sources, groups, carried, len(carried), store.rows, store_slots, *of_state, *of_entries,
-                OVERLAP=overlap, HADAMARD=rotate_keys, SLOTS=slots, TOKEN_EACH=facts.token_each, **finish, **options,
-                **early(programs, rows),
+                OVERLAP=overlap, HADAMARD=rotate_keys, SLOTS=slots, TOKEN_EACH=facts.token_each,
+                **finish, **options, **early(programs, rows),
             )  # fmt: skip
         return latent
     assert not overlap and not rotate_keys, "only main KV, without overlap, has running sums"
@@ -498,20 +532,20 @@ def compress(
             SLOTS=slots, **finish, **options, **early(len(rows), rows),
         )  # fmt: skip
         return latent
-    parts_config = sum_config or config_of_sums(groups, batch_invariant)
-    blocks = triton.cdiv(parts_config.part or slots, ROWS_AT_ONCE)
-    parts = triton.cdiv(slots, blocks * ROWS_AT_ONCE) if slots else 1
+    summing = sum_config or config_of_sums(groups, batch_invariant)
+    blocks = triton.cdiv(slots, summing.rows) if summing.one_by_one else 1
+    parts = 1 if summing.one_by_one else max(1, triton.cdiv(slots, summing.rows))
     partial = torch.empty(groups, parts, 3, dim, dtype=torch.float32, device=rows.device)
     if groups:
-        sum_parts_kernel[(groups, parts)](
+        sum_parts_kernel[(parts, groups)](
             *of_rows, facts.sources, slots, carried, len(carried), *of_state, carried_sums, *of_sums, partial, blocks,
-            D=dim, ROWS=ROWS_AT_ONCE, ONE_BY_ONE=parts_config.part == 0, **early(groups * parts, rows),
-            **options | {"num_warps": parts_config.num_warps},
+            D=dim, ROWS=summing.rows, ONE_BY_ONE=summing.one_by_one, **early(groups * parts, rows),
+            **options | {"num_warps": summing.num_warps, "maxnreg": summing.registers},
         )  # fmt: skip
     if groups + num_store:  # no program here reads what another one replaces: carried sums and state rows have been read
         merge_parts_kernel[(groups + num_store,)](
             partial, parts, groups, len(rope), norm, rows, rows.stride(0), bias, facts.phases, store.rows, store_slots, *of_state,
-            sum_slots, *of_sums, *of_entries, AT_ONCE=AT_ONCE, **finish, **options, **early(groups + num_store, rows),
+            sum_slots, *of_sums, *of_entries, AT_ONCE=8 if parts <= 8 else 16, **finish, **options, **early(groups + num_store, rows),
         )  # fmt: skip
     return latent
 
@@ -537,7 +571,7 @@ def aot_cases() -> list[AotCase]:
     for ratio, name in kinds:
         layout = layouts.get(name)
         slots = {4: 8, 2: 2, 128: 9}[ratio]
-        warps = compress_config(layout.dim, ratio == 4).num_warps
+        warps = compress_config(layout.dim, ratio == 2, 0, False).num_warps
         finish: dict[str, Any] = {
             "ROPE": 64, "BF16": True, "layout": layout, "ENTRIES": 256 // ratio, "latent": None, "stored": None,
             "STATE_ENTRIES": 8 if ratio == 128 else 4, "EARLY": True,
@@ -545,20 +579,23 @@ def aot_cases() -> list[AotCase]:
         if ratio == 2:  # V4.1 has no position bias
             finish["bias"] = None
         if ratio == 128:
-            cases.append(
-                case(f"ratio 128 {name} merged", merge_parts_kernel, warps, finish | {"AT_ONCE": AT_ONCE, "SUM_ENTRIES": 1})
-            )
+            cases.append(case(f"ratio 128 {name} merged", merge_parts_kernel, warps, finish | {"AT_ONCE": 16, "SUM_ENTRIES": 1}))
             cases.append(
                 case(f"ratio 128 {name} token each", token_each_kernel, warps, finish | {"SLOTS": slots, "SUM_ENTRIES": 1})
             )
             continue
         pooled = finish | {"OVERLAP": ratio == 4, "HADAMARD": layout.dim == 128, "SLOTS": slots}
-        for each in (False, True):
-            cases.append(case(f"ratio {ratio} {name} token each={each}", compress_kernel, warps, pooled | {"TOKEN_EACH": each}))
-    for one_by_one in (False, True):
+        for each, config in dict.fromkeys((g == 0, compress_config(layout.dim, ratio == 2, g, False)) for g in (0, 1, 256)):
+            cases.append(replace(
+                case(f"ratio {ratio} {name} token each={each} {config}", compress_kernel, config.num_warps, pooled | {"TOKEN_EACH": each}),
+                max_registers=config.registers,
+            ))  # fmt: skip
+    for summing in (config_of_sums(1, True), config_of_sums(1, False), config_of_sums(16, False)):
         constants = {
-            "D": 512, "ROWS": ROWS_AT_ONCE, "ONE_BY_ONE": one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1, "EARLY": True,
+            "D": 512, "ROWS": summing.rows, "ONE_BY_ONE": summing.one_by_one, "STATE_ENTRIES": 8, "SUM_ENTRIES": 1,
+            "EARLY": True,
         }  # fmt: skip
-        warps = config_of_sums(1, one_by_one).num_warps
-        cases.append(case(f"ratio 128 parts, one by one={one_by_one}", sum_parts_kernel, warps, constants))
+        cases.append(replace(
+            case(f"ratio 128 {summing}", sum_parts_kernel, summing.num_warps, constants), max_registers=summing.registers
+        ))  # fmt: skip
     return cases

@@ -13,6 +13,7 @@ from abyssal.kv import layouts
 from abyssal.kv.layouts import Grid
 from abyssal.ops._aot import AotCase
 from abyssal.ops._records import (
+    INTERPRETED,
     e2m1_rounded,
     e4m3_codes,
     early,
@@ -23,6 +24,7 @@ from abyssal.ops._records import (
     round_like,
     scale_exponent,
     store_like,
+    to_bf16,
     to_fp32,
     wait_for_inputs,
 )
@@ -34,58 +36,106 @@ class IndexQueryConfig:
 
     heads_per_program: int  # of one token
     num_warps: int
+    parts: int = 2  # of a vector; a lane should load 16 bytes of each
 
 
 def index_query_config(tokens: int, heads: int, rotate_query: bool) -> IndexQueryConfig:
-    """Few heads per warp while a warp's way is what counts, then 8, so that fewer instructions go into addresses; 4 warps per program.
+    """Few heads per warp while a warp's way is what counts, then more, so that fewer instructions go into addresses.
 
-    us on an H200: V4 1.32 with 4 x 1 warp and 1.43 with 16 x 4 at 1 token, 1.92 and 1.71 at 64, where programs take time to start;
-    V4.1 1.21 with 4 x 1 warp and 1.02 with 8 x 4 at 1 token; 4,096 tokens of V4 35.4 with 8 x 1 and 31.2 with 32 x 4.
+    us on an H200: V4 1.34 with 4 heads and 1.54 with 8 in 4 warps at 1 token, 1.94 and 2.08 at 64, where 16 take 1.76, since programs take
+    time to start; 512 tokens 5.3 with 16 heads and 6.0 with 32 in 4 parts, 4,096 tokens 33.3 and 30.4. V4.1 18.9 with 16 and 19.2 with 32.
     """
     num_warps = 1 if rotate_query and tokens <= 16 else 4
-    per_warp = 8 if tokens > 64 else 4 if rotate_query else 2
-    return IndexQueryConfig(min(num_warps * per_warp, heads & -heads), num_warps)
+    per_warp = (4 if tokens <= 1024 else 8) if rotate_query else 2 if tokens <= 64 else 4
+    return IndexQueryConfig(min(num_warps * per_warp, heads & -heads), num_warps, 4 if per_warp == 8 else 2)
 
 
 @triton.jit
 def index_query_kernel(
     q, q_stride_t, q_stride_h, head_weights, weights_stride, rope, result, weights,
     HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr, D: tl.constexpr, HADAMARD: tl.constexpr, quant: tl.constexpr,
-    EARLY: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A vector is handled in halves, of which RoPE turns the second; its Hadamard rotation is (a H + b H, a H - b H), H of half the size."""
-    HALF: tl.constexpr = D // 2
+    """A vector is handled in parts, of which RoPE turns those of its second half. The last butterflies of its Hadamard rotation lie
+    between them.
+    """
+    WIDTH: tl.constexpr = D // PARTS
     SCALE: tl.constexpr = D**-0.5
     BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16
     program = tl.program_id(0)
     token = (program // (HEADS // PER_PROGRAM)).to(tl.int64)
     head = program % (HEADS // PER_PROGRAM) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
-    column = tl.arange(0, HALF)[None, :]
+    column = tl.arange(0, WIDTH)[None, :]
     here = q + token * q_stride_t + head * q_stride_h + column
     wait_for_inputs(EARLY)
-    a, b = to_fp32(tl.load(here)), to_fp32(tl.load(here + HALF))
+    raw = ()
+    for i in tl.static_range(PARTS):
+        raw += (tl.load(here + i * WIDTH),)
     weight = to_fp32(tl.load(head_weights + token * weights_stride + head)) * (SCALE * HEADS**-0.5)
-    cos, sin = load_rope(rope, token, PER_PROGRAM, HALF, HALF)
-    b = round_like(rotate(b, cos, sin, PER_PROGRAM, HALF, HALF), BF16)
+    parts = ()
+    for i in tl.static_range(PARTS):
+        x = to_fp32(raw[i])
+        if i >= PARTS // 2:
+            cos, sin = load_rope(rope, token * (PARTS // 2) + (i - PARTS // 2), PER_PROGRAM, WIDTH, WIDTH)
+            x = round_like(rotate(x, cos, sin, PER_PROGRAM, WIDTH, WIDTH), BF16)
+        if HADAMARD:
+            x = hadamard(x, WIDTH)
+        parts += (x,)
     if HADAMARD:
-        a, b = hadamard(a, HALF), hadamard(b, HALF) * SCALE
-        a, b = round_like(tl.fma(a, SCALE, b), BF16), round_like(tl.fma(a, SCALE, -b), BF16)
+        tl.static_assert(PARTS == 2 or PARTS == 4)
+        if PARTS == 4:
+            parts = parts[0] + parts[1], parts[0] - parts[1], parts[2] + parts[3], parts[2] - parts[3]
+        turned = ()
+        for sign in tl.static_range(1, -2, -2):
+            for i in tl.static_range(PARTS // 2):
+                turned += (tl.fma(parts[i], SCALE, parts[PARTS // 2 + i] * (SCALE * sign)),)
+        parts = turned
     there = result + (token * HEADS + head) * D + column
     if quant is None:
-        store_like(there, a)
-        store_like(there + HALF, b)
+        for i in tl.static_range(PARTS):
+            store_like(there + i * WIDTH, round_like(parts[i], BF16))
     elif quant.kind == "e4m3":  # one tile per head: its scale is positive, so it passes through the relu into the weight
         tl.static_assert(quant.tile == D)
-        amax = tl.maximum(tl.max(tl.abs(a), 1, keep_dims=True), tl.max(tl.abs(b), 1, keep_dims=True))
-        exponent = scale_exponent(amax, "e4m3")
+        rounded = ()
+        for i in tl.static_range(PARTS):
+            rounded += (to_bf16(parts[i]) if BF16 else parts[i],)
+        most = rounded[0]
+        for i in tl.static_range(1, PARTS):
+            most = _larger(most, rounded[i])
+        exponent = scale_exponent(tl.max(tl.abs(to_fp32(most)), 1, keep_dims=True), "e4m3")
         inverse = power_of_two(-exponent)
-        tl.store(there, e4m3_codes(a * inverse))
-        tl.store(there + HALF, e4m3_codes(b * inverse))
+        for i in tl.static_range(PARTS):
+            tl.store(there + i * WIDTH, _scaled_codes(rounded[i], inverse))
         weight *= power_of_two(exponent)
     else:
-        store_like(there, _on_e2m1(a, quant.tile, PER_PROGRAM, HALF))
-        store_like(there + HALF, _on_e2m1(b, quant.tile, PER_PROGRAM, HALF))
+        for i in tl.static_range(PARTS):
+            store_like(there + i * WIDTH, _on_e2m1(round_like(parts[i], BF16), quant.tile, PER_PROGRAM, WIDTH))
     tl.store(weights + token * HEADS + head, weight)
+
+
+@triton.jit
+def _larger(x, y):
+    """Of each two values the larger size, with any sign; bf16 two at a time."""
+    if INTERPRETED or x.dtype != tl.bfloat16:
+        return tl.maximum(tl.abs(to_fp32(x)), tl.abs(to_fp32(y)))
+    else:
+        return tl.inline_asm_elementwise(
+            "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True, pack=2
+        )  # fmt: skip
+
+
+@triton.jit
+def _scaled_codes(x, scale):
+    """x times powers of two [ROWS, 1] as e4m3 codes; bf16 two at a time."""
+    if INTERPRETED or x.dtype != tl.bfloat16:
+        return e4m3_codes(to_fp32(x) * scale)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, c, d; .reg .b16 p, q; mul.rn.bf16x2 a, $1, $3; mul.rn.bf16x2 b, $2, $4; "
+            "shl.b32 c, a, 16; and.b32 d, a, 0xffff0000; cvt.rn.satfinite.e4m3x2.f32 p, d, c; "
+            "shl.b32 c, b, 16; and.b32 d, b, 0xffff0000; cvt.rn.satfinite.e4m3x2.f32 q, d, c; mov.b32 $0, {p, q}; }",
+            "=r,r,r,r,r", [x, tl.broadcast_to(scale, x.shape).to(tl.bfloat16)], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -131,7 +181,7 @@ def index_query(
     index_query_kernel[(programs,)](
         q, q.stride(0), q.stride(1), head_weights, head_weights.stride(0), torch.view_as_real(rope),
         result.view(torch.uint8) if codes else result, weights, HEADS=heads, PER_PROGRAM=config.heads_per_program, D=dim,
-        HADAMARD=rotate_query, quant=grid, num_warps=config.num_warps, **early(programs, q),
+        HADAMARD=rotate_query, quant=grid, PARTS=config.parts, num_warps=config.num_warps, **early(programs, q),
     )  # fmt: skip
     return result, weights
 
@@ -147,7 +197,7 @@ def aot_cases() -> list[AotCase]:
             signature | {"result": "*u8" if name == "index_fp8" else "*bf16"},
             {
                 "HEADS": heads, "PER_PROGRAM": config.heads_per_program, "D": 128, "HADAMARD": turned,
-                "quant": layouts.get(name).grid, "EARLY": True,
+                "quant": layouts.get(name).grid, "PARTS": config.parts, "EARLY": True,
             },
             num_warps=config.num_warps, aligned=("q", "q_stride_t", "q_stride_h", "rope", "result", "weights"),
         )
