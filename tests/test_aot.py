@@ -8,17 +8,14 @@ import sys
 
 import pytest
 
-from tests.test_repo import ops
+SECONDS = 1800  # for a machine that has compiled none of them yet
 
 
-def kernel_ops() -> list[str]:
-    return sorted(op for op, files in ops().items() if any("def aot_cases" in file.read_text() for file in files))
-
-
-@pytest.mark.parametrize("op", kernel_ops())
-def test_kernels_compile_without_unexplained_spills(op: str) -> None:
+@pytest.mark.timeout(SECONDS + 60)
+def test_kernels_compile_without_unexplained_spills() -> None:
+    """All by one command: it keeps every core busy, and a command for each op would import for longer than it compiles."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "abyssal.ops._aot", op], check=False, env=env, capture_output=True, text=True, timeout=550
+        [sys.executable, "-m", "abyssal.ops._aot"], check=False, env=env, capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -146,7 +146,7 @@ def test_wrong_values_are_refused_by_name(cls: type, name: str, values: list[Any
     [
         ("max_num_seqs", ["", " 4", "4.0", "1e3", "four", "0x10", "1_000", "0", "-1"]),
         ("gpu_memory_utilization", ["", "nan", "inf", "90%", "0", "1.1", "0,5"]),
-        ("kv_cache_bytes", ["", "4G", "4gib", "GiB", "-1GiB", "0", "0GiB", "4 GiB extra", "1e9", "0x10", "0.1B"]),
+        ("kv_cache_bytes", ["", "4G", "4gib", "GiB", "-1GiB", "0", "0GiB", "4 GiB extra", "1e9", "0x10", "0.1B", "1.5"]),
         ("enable_prefix_caching", ["", "maybe", "2"]),
         ("device", ["", "gpu"]),
     ],
@@ -262,6 +262,30 @@ def test_record_layouts_by_name() -> None:
     packed = resolve(EngineConfig(kv_layout="v41", compressed_kv_layout="fp4", index_layout="fp4"), V4, False)
     assert packed.record_layouts == ("v41", "v41_fp4", "index_mxfp4")
     assert resolve(EngineConfig(kv_layout="v4"), V4, False).record_layouts == ("v4", "v4", "index_fp8")
+
+
+def test_more_threads_than_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert resolve(EngineConfig(num_threads=4), V4, False).num_threads == 4
+    with pytest.raises(ConfigError, match="num_threads=5 is more than the 4 processors"):
+        resolve(EngineConfig(num_threads=5), V4, False)
+
+
+@pytest.mark.parametrize("size", ["-1", "0.5", "1.5"])
+def test_a_size_that_is_none_is_shown_with_what_it_may_be(size: str) -> None:
+    """Zero where zero is allowed; a part of a byte is most likely a forgotten unit."""
+    with pytest.raises(ConfigError, match=f"^swap_bytes='?{size}'? must be a number of bytes of at least 0"):
+        from_sources({"swap_bytes": size}, {})
+
+
+@pytest.mark.parametrize("count", [1025, 10**25])
+def test_absurd_numbers_of_processes_are_refused(count: int) -> None:
+    for name in ("dp", "tp"):
+        with pytest.raises(ConfigError, match=f"^{name}={count} must be an integer at least 1 and at most 1024"):
+            EngineConfig(**{name: count})
+    for name in ("prefill_engines", "decode_engines", "replicas"):
+        with pytest.raises(ConfigError, match=f"^{name}={count} must be .* at most 1024"):
+            ServerConfig(**{name: count})
 
 
 def test_resolving_twice_changes_nothing() -> None:

@@ -53,11 +53,54 @@ def test_forms_of_prompts(llm):
 
 
 @pytest.mark.parametrize(
-    "bad", [[5, [6, 7]], [[6, 7], 5], [None], [1.5], [[5], None], ["a", 5], [True, [5]], [[]], [[5], [10**6]]]
+    "bad",
+    [
+        *(
+            [5, [6, 7]],
+            [[6, 7], 5],
+            [None],
+            [1.5],
+            [[5], None],
+            ["a", 5],
+            [True, [5]],
+            [[]],
+            [[5], [10**6]],
+            [-1],
+            [[-1]],
+            [[[5]]],
+        ),
+        *([[2**64]], [[1.5]], [True], 5, None, b"hello", bytearray(b"a"), {5: 1}, {5, 6}, iter([5])),
+    ],
 )
 def test_prompts_that_are_none_are_refused_and_none_is_dropped(llm, bad):
     with pytest.raises(RequestError):
         llm.generate(bad, GREEDY)
+
+
+@pytest.mark.parametrize("bad", [{"temperature": 0}, "x", 5, 0, [None, "x"], ["x"], [GREEDY] * 3])
+def test_params_that_are_none_are_refused(llm, bad):
+    with pytest.raises(RequestError):
+        llm.generate([[5], [6]], bad)
+
+
+@pytest.mark.parametrize("change", [{"n": "x"}, {"n": 2.0}, {"n": 0}, {"stop": None}, {"temperature": None}, {"seed": "1"}])
+def test_params_changed_to_something_bad_are_refused(llm, change):
+    """Before anything is computed, by every way in."""
+    params = SamplingParams(max_tokens=2)
+    for name, value in change.items():
+        setattr(params, name, value)
+    for call in (lambda: llm.generate([5], params), lambda: list(llm.stream([5], params))):
+        with pytest.raises(RequestError, match=next(iter(change))):
+            call()
+    assert not llm.engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    "bad", [{"positions": [0.5]}, {"positions": [2]}, {"positions": "ab"}, {"chunk_sizes": [1.5, 0.5]}, {"chunk_sizes": "ab"}]
+)
+def test_rows_and_chunks_that_are_none_are_refused(llm, bad):
+    with pytest.raises(RequestError, match=next(iter(bad)).removesuffix("s")):
+        llm.logits([5, 6], **bad)
 
 
 def test_streams_read_in_turns_give_the_tokens_of_each_alone(llm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -41,6 +42,7 @@ def own_files() -> list[Path]:
     return [path for path in files if path.is_file() and "__pycache__" not in path.parts]
 
 
+@functools.cache
 def ops() -> dict[str, list[Path]]:
     """Op -> its files; an op is a module or a folder of `ops/` with public functions."""
     found: dict[str, list[Path]] = {}

@@ -7,6 +7,7 @@ is what one layer does. `EngineConfig` holds every option of the engine; the com
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -143,6 +144,9 @@ class ModelConfig:
         return self.family == "v4"
 
 
+MOST_ENGINES = 1024  # of a server; more is a slip of the keyboard
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Every option of the engine. Build it directly or with `from_sources`; `resolve` replaces each `auto`.
@@ -195,8 +199,15 @@ class EngineConfig:
     num_threads: int | None = option(
         None, "CPU threads of PyTorch, of which the smallest steps use one; default: PyTorch's choice", low=1
     )
-    dp: int = option(1, "replicas that share out requests, each with a cache of its own; one process and device per rank", low=1)
-    tp: int = option(1, "ranks of a replica, which share out heads, groups of the output and the vocabulary", low=1)
+    dp: int = option(
+        1,
+        "replicas that share out requests, each with a cache of its own; one process and device per rank",
+        low=1,
+        high=MOST_ENGINES,
+    )
+    tp: int = option(
+        1, "ranks of a replica, which share out heads, groups of the output and the vocabulary", low=1, high=MOST_ENGINES
+    )
     ep: int | None = option(None, "ranks that share out the experts: tp, or several replicas together; default: tp", low=1)
 
     def __post_init__(self) -> None:
@@ -222,9 +233,12 @@ class ServerConfig:
         "auto", "thinking when a request does not say; auto asks the checkpoint", choices=("auto", "on", "off")
     )
     prefill_engines: int = option(
-        0, "engines, a GPU each, that compute prompts only and hand them to decode_engines; 0: one engine does both", low=0
+        0,
+        "engines, a GPU each, that compute prompts only and hand them to decode_engines; 0: one engine does both",
+        low=0,
+        high=MOST_ENGINES,
     )
-    decode_engines: int = option(1, "engines, a GPU each, beside prefill_engines", low=1)
+    decode_engines: int = option(1, "engines, a GPU each, beside prefill_engines", low=1, high=MOST_ENGINES)
     transfer_backend: str = option(
         "auto",
         "how caches go from prefill to decode engines; auto: NCCL between GPUs, gloo on CPU, NIXL with ray",
@@ -234,7 +248,7 @@ class ServerConfig:
         False,
         "run the engines on a Ray cluster, as replicas or prefill apart: the one that RAY_ADDRESS names, or one of this machine",
     )
-    replicas: int = option(1, "engines on the Ray cluster, each of dp*tp GPUs of one node", low=1)
+    replicas: int = option(1, "engines on the Ray cluster, each of dp*tp GPUs of one node", low=1, high=MOST_ENGINES)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -318,6 +332,10 @@ def resolve(config: EngineConfig, model_config: ModelConfig, device_available: b
         ConfigError: an option asks for what the model, the machine or this version cannot do.
     """
     device = _resolve_device(config.device, device_available)
+    if config.num_threads is not None and config.num_threads > (cores := os.cpu_count() or 1):
+        raise ConfigError(
+            f"num_threads={config.num_threads} is more than the {cores} processors of this machine; lower it or leave it out"
+        )
     kv, compressed, index = _resolve_layouts(config, device, model_config)
     ep = resolve_ranks(config, model_config)
     dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if config.dtype == "auto" else config.dtype

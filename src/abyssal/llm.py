@@ -17,7 +17,7 @@ from torch import Tensor
 from abyssal.config import EngineConfig, from_sources
 from abyssal.engine.engine import Engine
 from abyssal.engine.output import CompletionOutput, OutputDelta, OutputProcessor, RequestOutput
-from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
+from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams, check_ids
 from abyssal.errors import EngineDeadError, RequestError
 from abyssal.serve.answer import ChatProcessor
 from abyssal.serve.chat import load_chat_format
@@ -81,10 +81,10 @@ class LLM:
             RequestError: a prompt or parameter is bad; nothing is generated then.
         """
         many = _as_prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        each = list(params) if isinstance(params, list | tuple) else [params] * len(many)
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(each)} SamplingParams; give one, or one per prompt", param="params")
-        jobs = [self._job(p, sp) for p, sp in zip(many, each, strict=True)]
+        jobs = [self._job(p, _checked(sp)) for p, sp in zip(many, each, strict=True)]
         for _ in self._run(jobs):
             pass
         return [job.output for job in jobs]
@@ -105,7 +105,7 @@ class LLM:
         Raises:
             RequestError: a message, tool or parameter is bad.
         """
-        job = self._chat_job(messages, params or SamplingParams(), thinking, tools)
+        job = self._chat_job(messages, _checked(params), thinking, tools)
         for _ in self._run([job]):
             pass
         return job.output
@@ -118,11 +118,11 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
     ) -> Iterator[OutputDelta]:
         """As `chat` with n = 1, piece by piece. Leaving the loop early drops the request."""
-        return self._run([self._chat_job(messages, replace(params or SamplingParams(), n=1), thinking, tools)])
+        return self._run([self._chat_job(messages, replace(_checked(params), n=1), thinking, tools)])
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Complete one prompt piece by piece (n = 1). Leaving the loop early drops the request."""
-        return self._run([self._job(prompt, replace(params or SamplingParams(), n=1))])
+        return self._run([self._job(prompt, replace(_checked(params), n=1))])
 
     def logits(
         self,
@@ -147,11 +147,13 @@ class LLM:
         if reuse_prefix and not engine.config.enable_prefix_caching:
             raise RequestError("reuse_prefix=True needs enable_prefix_caching, which is off", param="reuse_prefix")
         sizes = list(chunk_sizes) if chunk_sizes is not None else _even_chunks(len(ids), engine.config.max_num_batched_tokens)
-        if sum(sizes) != len(ids) or any(s < 1 for s in sizes):
-            raise RequestError(f"chunk_sizes must be positive and sum to {len(ids)}, not {sizes[:8]}", param="chunk_sizes")
+        if any(type(s) is not int or s < 1 for s in sizes) or sum(sizes) != len(ids):
+            raise RequestError(
+                f"chunk_sizes must be positive integers and sum to {len(ids)}, not {sizes[:8]}", param="chunk_sizes"
+            )
         wanted = list(range(len(ids))) if positions is None else list(positions)
-        if bad := [p for p in wanted if not 0 <= p < len(ids)]:
-            raise RequestError(f"position {bad[0]} is outside the {len(ids)} tokens", param="positions")
+        if bad := [p for p in wanted if type(p) is not int or not 0 <= p < len(ids)]:
+            raise RequestError(f"position {bad[0]!r} is none of the {len(ids)} tokens; they count from 0", param="positions")
         rows = sorted(set(wanted))
         logits = engine.score(ids, sizes, rows, reuse_prefix)
         row = {position: i for i, position in enumerate(rows)}
@@ -159,6 +161,7 @@ class LLM:
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
+            check_ids("prompt", prompt, self.engine.info.vocab_size)
             return list(prompt)
         return self._require_tokenizer().encode_prompt(prompt)
 
@@ -181,6 +184,8 @@ class LLM:
     ) -> _Job:
         tokenizer = self._require_tokenizer()
         known = parse_tools(tools)
+        if not isinstance(thinking, bool | None):
+            raise RequestError(f"thinking={thinking!r} must be True, False or None", param="thinking")
         conversation = Conversation(
             tuple(parse_messages(messages)),
             known,
@@ -272,16 +277,31 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several -> several. A list of integers is one prompt of token ids.
 
     Raises:
-        RequestError: some entries are prompts and others are not.
+        RequestError: it is no text and no list, or some entries are prompts and others are not.
     """
     if isinstance(prompts, str):
         return [prompts]
-    ids = [p for p in prompts if isinstance(p, int)]
-    if ids and len(ids) == len(prompts):
-        return [ids]
-    many = [p for p in prompts if isinstance(p, str | list | tuple)]
-    if len(many) < len(prompts):
+    if not isinstance(prompts, list | tuple):
+        raise RequestError(
+            f"prompts must be a text or a list of prompts or token ids, not {type(prompts).__name__}", param="prompt"
+        )
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [list(prompts)]
+    if not all(isinstance(p, str | list | tuple) for p in prompts):
         raise RequestError(
             "prompts must be texts and lists of token ids, or one list of token ids; not a mixture", param="prompt"
         )
-    return many
+    return list(prompts)
+
+
+def _checked(params: Any) -> SamplingParams:
+    """`SamplingParams`, which may have been changed since they were made; None stands for the defaults.
+
+    Raises:
+        RequestError: it is something else, or a value is bad.
+    """
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+    params.validate()
+    return params

@@ -73,7 +73,7 @@ class OptionSpec:
         if self.choices is not None:
             return "one of " + ", ".join(self.choices)
         if self.in_bytes:
-            return "a number of bytes of at least 1, such as 4GiB"
+            return f"a number of bytes of at least {self.low}, such as 4GiB"
         kind = {str: "a non-empty string", int: "an integer", float: "a number", bool: "true or false"}[self.type]
         if self.low is not None and self.low == self.high:
             return f"{self.low}"
@@ -186,4 +186,6 @@ def _parse_bytes(text: str) -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2] not in _BYTES:
         return None
+    if "." in match[1] and _BYTES[match[2]] == 1:
+        return None  # there is no part of a byte: most likely a unit was forgotten
     return int(float(match[1]) * _BYTES[match[2]]) if "." in match[1] else int(match[1]) * _BYTES[match[2]]

@@ -356,8 +356,14 @@ def test_an_explicit_length_that_does_not_fit_is_refused_and_the_default_is_what
     assert_drained(eng)
 
 
-@pytest.mark.parametrize("budget", [1, 48, 150, 300])
-@pytest.mark.parametrize("prompt_tokens", [1, 500, 511])
+FILLINGS = [
+    *[(1, budget) for budget in (1, 300)],
+    *[pytest.param(1, budget, marks=pytest.mark.long) for budget in (48, 150)],  # one token a step, whatever the budget
+    *itertools.product((500, 511), (1, 48, 150, 300)),
+]
+
+
+@pytest.mark.parametrize(("prompt_tokens", "budget"), FILLINGS)
 def test_one_sequence_fills_the_cache_to_its_last_token(folder, budget, prompt_tokens):
     eng = engine(folder, max_num_seqs=1, max_num_batched_tokens=budget, max_model_len=512)
     assert eng.info.capacity_tokens == 512

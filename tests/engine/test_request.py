@@ -186,12 +186,15 @@ def test_l11_prompt_one_under_the_limit_may_still_generate(length, room):
 
 @pytest.mark.parametrize("length", [32, 33, 1000])
 def test_l11_prompt_at_or_over_the_limit_is_context_length_exceeded(length):
-    message = refused(lambda: check_request(request((1,) * length), LIMITS), "prompt", "context_length_exceeded")
-    assert str(length) in message and "at most 31" in message and "context" in message
+    limits = EngineLimits(100, max_model_len=32, capacity_tokens=100)
+    message = refused(lambda: check_request(request((1,) * length), limits), "prompt", "context_length_exceeded")
+    assert str(length) in message and "at most 31" in message and "the model's context" in message
 
 
-def test_prompt_that_only_the_cache_cannot_hold():
-    limits = EngineLimits(100, max_model_len=1000, capacity_tokens=8)
+@pytest.mark.parametrize("longest", [8, 1000])
+def test_prompt_that_only_the_cache_cannot_hold(longest):
+    """The longest sequence is that of the cache by itself, where nobody asked for another."""
+    limits = EngineLimits(100, max_model_len=longest, capacity_tokens=8)
     assert check_request(request((1,) * 7), limits) == 1
     message = refused(lambda: check_request(request((1,) * 8), limits), "prompt", "context_length_exceeded")
     assert "KV cache" in message and "at most 7" in message

@@ -77,11 +77,11 @@ def test_a_chat_of_twelve_turns_reuses_every_full_block_it_has_in_common(llm):
     with LLM("tiny", kv_cache_bytes=96 << 20, max_model_len=8192) as chat:
         text, previous = tokens(400, seed=6), 0
         for turn in range(12):
-            out = chat.generate(text, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0]
+            out = chat.generate(text, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0]
             assert out.num_cached_tokens == max(0, previous - 1) // 256 * 256, turn
             text = text + out.outputs[0].token_ids
             previous = len(text)  # the last token of an answer is not computed
-            text = text + tokens(440, seed=7 + turn)
+            text = text + tokens(472, seed=7 + turn)
             pool = chat.engine.stats()
             assert pool.pages_free == pool.pages_total
         assert len(text) > 5900

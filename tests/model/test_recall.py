@@ -46,8 +46,9 @@ def check_recall(layout: str, llm: LLM, documents: list[dict[str, Tensor]]) -> N
         assert hits.sum() >= stored.sum() - allowed, f"{int(hits.sum())} right, {int(stored.sum())} stored"
 
 
-@pytest.mark.parametrize("layout", ["fp32", "bf16"])
-@pytest.mark.parametrize("tokens", [512, 2048])
+@pytest.mark.parametrize(
+    ("tokens", "layout"), [(512, "fp32"), (512, "bf16"), (2048, "fp32"), pytest.param(2048, "bf16", marks=pytest.mark.long)]
+)
 def test_recall(tokens: int, layout: str, tiny: Callable[[str], LLM], recall: Documents) -> None:
     check_recall(layout, tiny(layout), recall(tokens))
 

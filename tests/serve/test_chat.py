@@ -308,6 +308,8 @@ def test_thinking_is_the_default_unless_the_request_says(default: bool) -> None:
     for switch in ("thinking", "enable_thinking"):
         assert wants_thinking(None, {switch: True}, default) is True
         assert wants_thinking(None, {switch: False}, default) is False
+    with pytest.raises(RequestError, match="^thinking and enable_thinking disagree"):
+        wants_thinking(None, {"thinking": True, "enable_thinking": False}, default)
     assert wants_thinking("high", {"thinking": True, "enable_thinking": True}, default) is True
 
 
@@ -316,7 +318,7 @@ def test_thinking_is_the_default_unless_the_request_says(default: bool) -> None:
     [
         ("none", {"thinking": True}, "reasoning_effort"),
         ("high", {"enable_thinking": False}, "reasoning_effort"),
-        (None, {"thinking": True, "enable_thinking": False}, "reasoning_effort"),
+        (None, {"thinking": True, "enable_thinking": False}, "chat_template_kwargs"),
         (None, {"thinking": "yes"}, "chat_template_kwargs"),
         (None, {"thinking": 1}, "chat_template_kwargs"),
         (None, {"thinkin": True}, "chat_template_kwargs"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +17,9 @@ import pytest
 from abyssal import LLM, SamplingParams
 from abyssal.config import EngineConfig, ServerConfig
 from abyssal.errors import ConfigError
+from abyssal.serve import wire
 from abyssal.serve.disaggregated_client import DisaggregatedClient
+from abyssal.serve.engine_client import EngineClient
 from tests.serve.live import CHAT, COMPLETIONS, MODEL, PATIENCE, LiveServer, endless, read_all, until
 
 
@@ -81,6 +85,42 @@ def test_when_one_engine_dies_everybody_is_told(server: LiveServer) -> None:
     assert httpx.get(server.url + "/health", timeout=PATIENCE).status_code == 503
     assert server.post(COMPLETIONS, completion([5])).status_code == 503
     stream.close()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_an_engine_that_is_ready_ends_when_the_start_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cancelled: bool
+) -> None:
+    """Whether another engine could not start, or whoever started them no longer waits."""
+    closed: list[int] = []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    class Engine:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        async def close(self) -> None:
+            closed.append(self.rank)
+
+    async def start_one(config: EngineConfig, place: wire.Place, launch: object) -> Engine:
+        if place.rank == 2 and not cancelled:
+            await asyncio.sleep(0.01)
+            raise ConfigError("no room")
+        if place.rank in (1, 2):
+            await asyncio.Event().wait()
+        return Engine(place.rank)
+
+    async def whole() -> None:
+        starting = asyncio.ensure_future(DisaggregatedClient.start(EngineConfig(), 2, 2))
+        if cancelled:
+            await asyncio.sleep(0.01)
+            starting.cancel()
+        await starting
+
+    monkeypatch.setattr(EngineClient, "start", start_one)
+    with pytest.raises(asyncio.CancelledError if cancelled else ConfigError):
+        asyncio.run(whole())
+    assert closed == [0, 3] and not list(tmp_path.iterdir())
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:

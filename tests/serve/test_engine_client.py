@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -41,6 +42,23 @@ def run(test: Test) -> None:
     asyncio.run(main())
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Callable[[Test], None]]:
+    """`shared(test)`: with an engine that other tests use too. That it is told to end is no death to report."""
+    reported: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = reported.append
+    with asyncio.Runner() as runner:
+        client = runner.run(EngineClient.start(CONFIG))
+        yield lambda test: runner.run(asyncio.wait_for(test(client), 120))
+        logging.getLogger().addHandler(handler)
+        try:
+            runner.run(client.close())
+        finally:
+            logging.getLogger().removeHandler(handler)
+    assert not reported, [record.getMessage() for record in reported]
+
+
 def request(name: str, max_tokens: int, **more: Any) -> EngineRequest:
     return EngineRequest(name, [0, 3, 500, 4, 7], SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more))
 
@@ -57,7 +75,7 @@ def idle_and_drained(client: EngineClient) -> bool:
     return stats.num_running == stats.num_waiting == 0 and stats.pages_free == stats.pages_total
 
 
-def test_requests_run_side_by_side_and_everything_comes_back() -> None:
+def test_requests_run_side_by_side_and_everything_comes_back(shared: Callable[[Test], None]) -> None:
     async def test(client: EngineClient) -> None:
         async def collect(name: str, count: int) -> list[int]:
             return [t async for update in client.generate(request(name, count)) for t in update.token_ids]
@@ -67,10 +85,10 @@ def test_requests_run_side_by_side_and_everything_comes_back() -> None:
         assert all(r[:5] == results[0] for r in results), "the same prompt, greedy"
         await until(lambda: idle_and_drained(client))
 
-    run(test)
+    shared(test)
 
 
-def test_leaving_early_aborts_in_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+def test_leaving_early_aborts_in_the_engine(shared: Callable[[Test], None]) -> None:
     async def test(client: EngineClient) -> None:
         async with aclosing(client.generate(request("long", 5000))) as updates:
             async for _ in updates:
@@ -78,17 +96,16 @@ def test_leaving_early_aborts_in_the_engine(caplog: pytest.LogCaptureFixture) ->
         await until(lambda: idle_and_drained(client))
         assert client.stats.generation_tokens < 1000 and client.num_aborted == 1
 
-    run(test)
-    assert not caplog.records, "an engine that is told to end did not die"
+    shared(test)
 
 
-def test_a_refused_request_ends_with_an_error_and_the_next_one_runs() -> None:
+def test_a_refused_request_ends_with_an_error_and_the_next_one_runs(shared: Callable[[Test], None]) -> None:
     async def test(client: EngineClient) -> None:
         updates = [u async for u in client.generate(EngineRequest("bad", [10**6], SamplingParams()))]
         assert [u.finish_reason for u in updates] == ["error"] and "1000000" in (updates[0].error or "")
         assert len([u async for u in client.generate(request("good", 2))]) == 2
 
-    run(test)
+    shared(test)
 
 
 def test_a_killed_engine_ends_every_open_request_and_is_known_dead(caplog: pytest.LogCaptureFixture) -> None:

@@ -134,7 +134,7 @@ class Engine:
         log.info("model %s: %s", self.info.model_name, options)
         sizes = self.runner.sizes
         log.info(
-            "KV cache %.2f GiB: %d tokens of one sequence, windows of %d sequences; max_model_len %d",
+            "KV cache %.4g GiB: %d tokens of one sequence, windows of %d sequences; max_model_len %d",
             sizes.total_bytes / 2**30, self.runner.capacity_tokens, sizes.num_sequences, self.runner.max_model_len,
         )  # fmt: skip
         kinds = ", ".join(f"{name} {size:g}" for name, size in token_bytes(self.runner.plan).items())

@@ -208,7 +208,7 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> int:
 def _room(prompt_tokens: int, limits: EngineLimits) -> int:
     limit = min(limits.max_model_len, limits.capacity_tokens)
     if prompt_tokens >= limit:
-        what = "the model's context" if limits.max_model_len <= limits.capacity_tokens else "the KV cache"
+        what = "the model's context" if limits.max_model_len < limits.capacity_tokens else "the KV cache"
         raise RequestError(
             f"the prompt has {prompt_tokens} tokens, but {what} holds {limit} and at least one must be left for the output; "
             f"shorten it to at most {limit - 1} tokens",

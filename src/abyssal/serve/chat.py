@@ -103,7 +103,9 @@ def wants_thinking(effort: str | None, switches: dict[str, Any] | None, default:
             raise RequestError(message, param="reasoning_effort")
         said.add(effort != "none")
     if len(said) > 1:
+        names = ("thinking", "enable_thinking") if effort is None else ("reasoning_effort", "chat_template_kwargs")
         raise RequestError(
-            "reasoning_effort and chat_template_kwargs disagree on whether to think; give one of them", param="reasoning_effort"
+            f"{' and '.join(names)} disagree on whether to think; give one of them",
+            param="chat_template_kwargs" if effort is None else "reasoning_effort",
         )
     return said.pop() if said else default

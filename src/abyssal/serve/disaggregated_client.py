@@ -59,12 +59,17 @@ class DisaggregatedClient:
             wire.Place(rank, num_prefill, num_decode, store, transfer_backend, device=rank if launch is None else 0)
             for rank in range(num_prefill + num_decode)
         ]
+        tasks: list[asyncio.Task[EngineClient]] = []
         try:
-            async with asyncio.TaskGroup() as group:  # when one fails, the others are ended
-                tasks = [group.create_task(EngineClient.start(config, place=place, launch=launch)) for place in places]
-        except BaseExceptionGroup as errors:
+            async with asyncio.TaskGroup() as group:  # when one fails, those that still start are ended
+                tasks += [group.create_task(EngineClient.start(config, place=place, launch=launch)) for place in places]
+        except BaseException as error:
+            ready = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
+            await asyncio.gather(*(engine.close() for engine in ready))
             shutil.rmtree(folder, ignore_errors=True)
-            raise next((error for error in errors.exceptions if isinstance(error, AbyssalError)), errors) from None
+            if isinstance(error, BaseExceptionGroup):
+                raise next((one for one in error.exceptions if isinstance(one, AbyssalError)), error) from None
+            raise
         engines = [task.result() for task in tasks]
         return cls(engines[:num_prefill], engines[num_prefill:], folder)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import signal
 import socket
 from collections.abc import Generator
@@ -24,6 +25,8 @@ from abyssal.serve.disaggregated_client import DisaggregatedClient
 from abyssal.serve.engine_client import EngineClient
 from abyssal.serve.grammar import GrammarCompiler
 from abyssal.tokenizer import Tokenizer
+
+log = logging.getLogger("abyssal")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 10.0  # open requests may finish in this time
@@ -124,6 +127,7 @@ class _Server(uvicorn.Server):
         self._closing: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
+        log.info("ending: open requests %s", "end now" if self.should_exit else f"have {GRACE_SECONDS:g} s to finish")
         self.force_exit = self.should_exit
         self.should_exit = True
         self._closing = self._closing or asyncio.create_task(self._close_later())
