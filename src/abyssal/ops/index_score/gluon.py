@@ -603,13 +603,15 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, RO
         query = (row // blocks * work.b + row % blocks * QUERIES).to(gl.int64)
         count = gl.minimum(work.b - row % blocks * QUERIES, QUERIES)
         inexact = 0
+        precise_is_there = False
         gl.thread_barrier()
         for j in gl.static_range(QUERIES):
             values = _load_query(q + (query + j) * (HEADS * DIM), j < count, HEADS)
             of_query = weights + (query + gl.minimum(j, count - 1)) * HEADS
-            _store_query(values, of_query, precise, j, HEADS)
             if MIXED:
                 inexact = _store_query_in_int8(values, of_query, queries, HEADS)
+            else:
+                _store_query(values, of_query, queries, j, HEADS)
         fence_async_shared()
         gl.thread_barrier()
         reach = gl.minimum(gl.minimum(gl.load(work.visible + query), work.num_entries), last * KEYS)
@@ -620,6 +622,12 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, RO
                 n += 1
                 if MIXED:
                     if (inexact | _is_wide(ring, stage)) != 0:
+                        if not precise_is_there:
+                            values = _load_query(q + query * (HEADS * DIM), True, HEADS)
+                            _store_query(values, weights + query * HEADS, precise, 0, HEADS)
+                            fence_async_shared()
+                            gl.thread_barrier()
+                            precise_is_there = True
                         _score_tiles(ring, stage, precise, to, query, tile, reach, HEADS, MAXIMA)
                     else:
                         _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS, MAXIMA)
