@@ -738,7 +738,7 @@ class ScoreConfig:
     registers: int  # per thread at launch, half of what the scoring warps get
 
 
-def score_config(layout: str, b: int, heads: int, multiprocessors: int) -> ScoreConfig:
+def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
     """As many programs as registers hold: one converts and sums beside another's products.
 
     With 64 heads scoring threads need 136 registers: 4 x 262,144 keys of index_fp8 take 40.9 us with three programs and 42.5 with four.
@@ -786,7 +786,7 @@ def index_score(
     if out.numel() == 0:
         return out
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
-    config = config or score_config(layout.name, b, heads, multiprocessors(q))
+    config = config or score_config(b, heads, multiprocessors(q))
     rows = n * -(-b // config.queries)
     keys, scales = _descriptors(pool, 32 if layout.name == "index_fp8" else 16, entries_per_page)
     _index_score_kernel_sm90[(config.programs,)](
