@@ -420,6 +420,8 @@ def test_launch_config_fills_the_chip(tokens, heads, keys, count):
     [
         (1, 64, 512, 20, 32),
         (4, 64, 512, 10, 64),
+        (16, 64, 512, 5, 64),
+        (16, 128, 512, 4, 64),
         (64, 64, 512, 2, 64),
         (64, 128, 512, 1, 64),
         (1, 64, 8192, 65, 64),
@@ -449,6 +451,9 @@ def test_unsupported_arguments_are_named():
         run(replace(case, entries=case.entries._replace(lengths=case.entries.lengths[:0])))
     with pytest.raises(ValueError, match="records of 'v4' do not fit"):
         run(replace(case, window=case.window._replace(records=case.window.records._replace(entries_per_page=99))))
+    for scale in (-SCALE, 0.0, float("nan")):
+        with pytest.raises(ValueError, match="scale must be positive"):
+            wgmma.sparse_attention(case.q, case.window, case.entries, case.sink, scale)
 
 
 def test_debug_check_names_slots_outside_of_the_pool():

@@ -39,14 +39,6 @@ class Splits:
     blocks: int | None  # blocks of each; None: the token's blocks are dealt evenly, so a result depends on the batch's size
 
 
-class Partial(NamedTuple):
-    """Where programs that see a part of a token's keys leave their results."""
-
-    out: Tensor  # fp16 [T, count, H, 512], relative to a row's largest magnitude
-    lse: Tensor  # fp32 [T, count, H], base 2
-    scale: Tensor  # fp32 [T, count, H]; times `out` it is the mean over the part
-
-
 def check_layouts(window: Layout, entries: Layout | None) -> None:
     """Refuse record layouts that no kernel reads; the engine calls this when it is built.
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -15,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -23,7 +25,7 @@ from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys
-from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, combine, fixed_splits, multiprocessors, new_partial
+from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, fixed_splits, multiprocessors
 
 BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them
@@ -31,13 +33,13 @@ NUM_WARPS = 4  # of the role that weighs; four more add the right half
 ADD_REGISTERS = 160
 BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
 
-# Microseconds, fitted to 25 measured launches of 1 to 16 queries with 640 keys each.
-START_COST = 5.4  # of one program (launch, queries, first records, result)
-BLOCK_COST = {64: 2.8, 32: 1.5}  # of one more block, by its keys
-COMBINE_COST = 1.7  # of the second launch
-READ_COST = 0.3  # of its reading up to 16 parts of a head at once
+# Microseconds, fitted to 37 measured launches with splits, of 1 to 64 queries, with an error of 10 % at most.
+START_COST = 4.2  # of one program (launch, queries, first records, result)
+BLOCK_COST = {64: 2.45, 32: 1.5}  # of one block, by its keys
+COMBINE_COST = 0.4  # of the second launch
+READ_COST = 0.45  # of its reading 32 more parts of a head
 PART_COST = 0.03  # of writing and reading one part
-SMALL_PARTS = 40  # with blocks of 32 keys more splits paid up to so many parts in all; above, at most 8 splits did
+FEW_PARTS = 64 * BLOCK_HEADS  # rows of parts that 64 programs combine: the next kernel finds free multiprocessors; more, by 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +64,31 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     def cost(config: LaunchConfig) -> float:
         count, keys = config.splits.count, config.block_keys
         waves = -(-programs * count // sms)
-        parts = COMBINE_COST + READ_COST * -(-count // COMBINE_BLOCK) + PART_COST * programs * count if count > 1 else 0
+        parts = COMBINE_COST + READ_COST * ((count - 1) // 32) + PART_COST * programs * count if count > 1 else 0
         return waves * (START_COST + -(-blocks[keys] // count) * BLOCK_COST[keys]) + parts
 
-    most = {64: blocks[64], 32: min(blocks[32], max(8, SMALL_PARTS // programs))}
-    return min((LaunchConfig(Splits(count, None), keys) for keys in most for count in range(1, most[keys] + 1)), key=cost)
+    return min((LaunchConfig(Splits(count, None), keys) for keys in blocks for count in range(1, blocks[keys] + 1)), key=cost)
 
 
 def bringing_warps(window: Layout, entries: Layout) -> int:
     """Warps that bring records: eight where they are widened; bf16 is copied a little faster by four."""
     return 4 if window.grid is None else 8
+
+
+class Parts(NamedTuple):
+    """Where programs that see a part of a token's keys leave their results, sums of weights exp2(score - largest score) and of records.
+
+    Without splits there are none.
+    """
+
+    out: Tensor  # fp16 [T, count, H, 512], a half row relative to its largest magnitude; columns in the order of `part_column`
+    rows: Tensor  # fp32 [T, count, H, 4]: largest score, base 2; sum of weights; largest magnitudes of both halves
+
+    @classmethod
+    def empty(cls, q: Tensor, count: int) -> Parts:
+        tokens, heads, dim = q.shape if count > 1 else (0, 0, HEAD_DIM)
+        out = torch.empty(tokens, count, heads, dim, dtype=torch.float16, device=q.device)
+        return cls(out, torch.empty(tokens, count, heads, 4, dtype=torch.float32, device=q.device))
 
 
 def sparse_attention(
@@ -85,8 +102,14 @@ def sparse_attention(
     out: Tensor | None = None,
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `sparse_attention.triton.sparse_attention`, on sm_90."""
+    """As `sparse_attention.triton.sparse_attention`, on sm_90.
+
+    Raises:
+        ValueError: also a scale that is not positive.
+    """
     check(q, window, entries, sink)
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, not {scale}: scores are masked before they are scaled")
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
@@ -97,7 +120,7 @@ def sparse_attention(
         widths = (window.slots.shape[1], entries.slots.shape[1])
         config = launch_config(tokens, heads, widths, multiprocessors(q.device), batch_invariant)
     splits = config.splits
-    partial = new_partial(q, splits.count)
+    parts = Parts.empty(q, splits.count)
     tiles = tokens * splits.count * -(-heads // BLOCK_HEADS)
     attend_kernel[(min(tiles, multiprocessors(q.device)),)](
         q,
@@ -112,9 +135,8 @@ def sparse_attention(
         out.stride(0),
         out.stride(1),
         lse,
-        partial.out,
-        partial.lse,
-        partial.scale,
+        parts.out,
+        parts.rows,
         heads,
         tiles,
         splits.count,
@@ -133,8 +155,23 @@ def sparse_attention(
         launch_pdl=True,
     )
     if splits.count > 1:
-        combine(partial, splits, sink, out, lse)
+        combine(parts, splits, sink, out, lse)
     return out, lse
+
+
+def combine(parts: Parts, splits: Splits, sink: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge the parts of every query and add the sink; with splits of a fixed size the order does not depend on their number."""
+    tokens, count, heads, _ = parts.out.shape
+    rows = tokens * heads
+    programs = 64 if rows * count <= FEW_PARTS else 128
+    columns = min(HEAD_DIM // 2, max(64, next_power_of_2(rows * HEAD_DIM // (16 * programs))))
+    pieces = rows * HEAD_DIM // columns
+    warps = min(16, next_power_of_2(-(-pieces // programs)))
+    block = COMBINE_BLOCK if splits.blocks else min(next_power_of_2(count), 16 if columns > 128 else 32)
+    combine_kernel[(-(-pieces // warps),)](
+        *parts, sink, out, out.stride(0), out.stride(1), lse, pieces, count,
+        H=heads, D=HEAD_DIM, BLOCK=block, WARPS=warps, COLUMNS=columns, num_warps=warps, launch_pdl=True,
+    )  # fmt: skip
 
 
 @cache
@@ -152,9 +189,6 @@ def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor
     return keys.records.pages, keys.records.pages.stride(0), keys.slots, keys.slots.stride(0), keys.slots.shape[1], keys.lengths
 
 
-# Lanes of a part of a block's codes [64 keys, threads of a row, words]. Eight in turn hold four threads of two neighbouring rows, so
-# that their 16-byte stores fall into different banks of swizzled rows.
-LANES = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [0, 4, 0], [2, 0, 0]]
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
@@ -202,13 +236,12 @@ class Keys(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where results go: rows of the output, or of parts, and their log-sum-exp."""
+    """Where results go: rows of the output and their log-sum-exp, or of parts and what `Parts` keeps of each row."""
 
     rows: Any
     stride_t: Any
     stride_h: Any
-    lse: Any
-    scale: Any  # of parts
+    of_rows: Any
 
 
 class Barriers(NamedTuple):
@@ -224,12 +257,20 @@ def score_layout(block):
 
 
 @gluon.constexpr_function
-def code_layout(words, num_warps, block):
-    """Threads of a part of a block's codes: a row's 8 threads move 128 bytes (4 words each) or 64 (2 words)."""
-    rows = [[4 << i, 0, 0] for i in range(block.bit_length() - 3)]
-    of_warps = num_warps.bit_length() - 1
-    of_thread = [[0, 0, 1], [0, 0, 2]][: words // 2] + rows[of_warps:]
-    return gl.DistributedLinearLayout(of_thread, LANES, rows[:of_warps], [], [block, 8, words])
+def code_layout(words, num_warps, block, turned=False):
+    """Threads of codes [keys, threads of a row, words]: all of the role's threads, or eight of a row, as then 16 codes each are 128.
+
+    Eight in turn hold four of two neighbouring rows, so that their stores of 16 of every 32 bytes fall into different banks of swizzled
+    rows; `turned`, eight threads with 16 bytes each do so, as no two neighbours hold neighbouring bytes.
+    """
+    count = max(4, min(8, 32 * num_warps // block))
+    threads = [[0, 2, 0], [0, 4, 0], [0, 1, 0]] if turned else [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    rows = [[1 << i, 0, 0] for i in range(block.bit_length() - 1)]
+    of_lanes = 6 - count.bit_length()  # rows, by bits
+    of_warps = of_lanes + num_warps.bit_length() - 1
+    lanes = [*threads[:2], rows[0], *(threads[2:] if count == 8 else []), *rows[1:of_lanes]]
+    of_thread = [[0, 0, 1 << i] for i in range(words.bit_length() - 1)]
+    return gl.DistributedLinearLayout(of_thread + rows[of_warps:], lanes, rows[of_lanes:of_warps], [], [block, count, words])
 
 
 @gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
@@ -257,8 +298,7 @@ def attend_kernel(
     out_stride_h,
     lse,
     partial_out,
-    partial_lse,
-    partial_scale,
+    partial_rows,
     H,
     tiles,
     count,
@@ -277,11 +317,11 @@ def attend_kernel(
 ):
     """Tiles of 64 heads of one token over one split of its key blocks, as a program of `attend_kernel` in Triton has one.
 
-    Three roles run side by side: BRING_WARPS warps bring queries and records to shared memory as bf16, four turn records into weights
-    and add weighted records to the left half of the output, four add to the right half. Every role goes through the program's tiles by
-    itself, so that records of the next tile come while results of this one leave. Two blocks of keys and of weights are on their way at
-    a time. The halves of a block of keys lie in shared memory of their own, with barriers of their own: the scores of one are summed
-    while the other is still being widened.
+    Three roles run side by side: BRING_WARPS warps bring records to shared memory as bf16, four turn records into weights and add
+    weighted records to the left half of the output, four add to the right half and bring queries. Every role goes through the program's
+    tiles by itself, so that records of the next tile come while results of this one leave. Two blocks of keys and of weights are on their
+    way at a time. The halves of a block of keys lie in shared memory of their own, with barriers of their own: the scores of one are
+    summed while the other is still being widened.
     """
     q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
     left = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
@@ -289,20 +329,20 @@ def attend_kernel(
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
     bias = gl.allocate_shared_memory(gl.float32, [4, BLOCK], SHARED_ROW)
     factors = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
+    never = gl.allocate_shared_memory(gl.int32, [BLOCK], SHARED_ROW)  # zeros, see `nothing`
+    never.store(gl.zeros([BLOCK], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
     of_q = Barriers(allocate_barriers(1), allocate_barriers(1))
     of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
     of_right = Barriers(allocate_barriers(2), allocate_barriers(2))
     of_end = Barriers(allocate_barriers(1), allocate_barriers(1))
     p_full = allocate_barriers(2)
     fence_async_shared()
-    gdc_wait()  # launched while the kernel before may still run
-    gdc_launch_dependents()  # what follows waits for this kernel's end by itself
 
     work = Work(window_lengths, entry_lengths, H, tiles, count, split_blocks)
     queries = Queries(q, q_stride_t, q_stride_h)
-    to = Output(out, out_stride_t, out_stride_h, lse, lse)
+    to = Output(out, out_stride_t, out_stride_h, lse)
     if PARTIAL:
-        to = Output(partial_out, 0, D, partial_lse, partial_scale)
+        to = Output(partial_out, 0, D, partial_rows)
     window = Keys(window_slots, window_slots_stride, window_width, window_pages, window_page_stride)
     entries = Keys(entry_slots, entry_slots_stride, entry_width, entry_pages, entry_page_stride)
     gl.warp_specialize(
@@ -317,9 +357,9 @@ def attend_kernel(
                 (work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS, PARTIAL),
             ),
             (
-                bring_blocks,
-                (work, queries, window, entries, zeros, q_smem, left, right, bias, of_q, of_left, of_right, WINDOW, ENTRIES,
-                 WINDOW_PER_PAGE, ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
+                bring_records,
+                (work, window, entries, zeros, left, right, bias, never, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
+                 ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
             ),
         ],
         [4, BRING_WARPS],
@@ -361,7 +401,8 @@ def split_range(split, blocks, work, PARTIAL: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of_split(token, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
+def blocks_of_tile(tile, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
     window_blocks = (gl.load(work.window_lengths + token) + BLOCK - 1) // BLOCK
     entry_blocks = (gl.load(work.entry_lengths + token) + BLOCK - 1) // BLOCK
     return split_range(split, window_blocks + entry_blocks, work, PARTIAL)[1]
@@ -377,89 +418,105 @@ def weigh_and_add(
     ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
     n = 0  # blocks of earlier tiles
     parity = 0
+    gdc_wait()  # every role: launched while the kernel before may still run
+    gdc_launch_dependents()  # what follows waits for this kernel's end by itself
+    blocks = blocks_of_tile(gl.program_id(0), work, BLOCK, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
-        blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
-        total = gl.zeros([64], gl.float32, ROWS)
+        total = of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)), plus)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
         mbarrier.wait(of_q.full.index(0), parity)
         if blocks > 0:
-            mbarrier.wait(of_left.full.index(n % 2), n // 2 % 2)
-            scores = multiply_left(q_smem, left.index(n % 2))
-            mbarrier.wait(of_right.full.index(n % 2), n // 2 % 2)
-            scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n % 2), scores)])
-            _, top, total = soften(scores, n, top, total, scale_log2, p_smem, bias, factors, p_full)
+            mbarrier.wait(of_left.full.index(n & 1), n >> 1 & 1)
+            scores = multiply_left(q_smem, left.index(n & 1), masked(bias, n))
+            mbarrier.wait(of_right.full.index(n & 1), n >> 1 & 1)
+            scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n & 1), scores)])
+            scores, acc, top, total = soften(scores, n, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
             for block in range(blocks - 1):
-                half = (n + block) % 2
-                phase = (n + block + 1) // 2 % 2
+                half = (n + block) & 1
+                phase = (n + block + 1) >> 1 & 1
                 acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
                 mbarrier.wait(of_left.full.index(1 - half), phase)
-                scores = multiply_left(q_smem, left.index(1 - half))
+                scores = multiply_left(q_smem, left.index(1 - half), scores)
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 mbarrier.arrive(of_left.empty.index(half))
                 mbarrier.wait(of_right.full.index(1 - half), phase)
                 scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
-                keep, top, total = soften(scores, n + block + 1, top, total, scale_log2, p_smem, bias, factors, p_full)
-                acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
+                block_after = n + block + 1
+                scores, acc, top, total = soften(scores, block_after, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
             n += blocks
-            half = (n - 1) % 2
+            half = (n - 1) & 1
             mbarrier.arrive(of_q.empty.index(0))
-            acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            last = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
+            b_sink, next_blocks = at_end(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+            acc = warpgroup_mma_wait(0, deps=[last])
             mbarrier.arrive(of_left.empty.index(half))
         else:
             mbarrier.arrive(of_q.empty.index(0))
+            b_sink, next_blocks = at_end(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
 
-        b_lse = top + gl.log2(total)  # -inf without keys
-        factor = 1.0 / gl.where(total > 0, total, 1.0)
-        rows = gl.arange(0, 64, layout=ROWS)
+        total = gl.convert_layout(gl.sum(total, axis=1), ROWS, assert_trivial=True)
+        rows = here(gl.arange(0, 64, layout=ROWS))
         in_range = rows < work.heads - first_head
-        part = part_of(token, split, work, PARTIAL)
-        of_rows = part * work.heads + first_head + rows
-        if not PARTIAL:
-            b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
-            share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
-            factor = factor * gl.where(b_lse == float("-inf"), 0.0, share)
-        mbarrier.wait(of_end.empty.index(0), parity)
         if PARTIAL:
-            largest = gl.maximum(gl.convert_layout(largest_of_rows(acc), ROWS), factors.index(3).load(ROWS))
-            gl.store(to.scale + of_rows, largest * factor, mask=in_range)
-            factor = 1.0 / largest
-        factors.index(2).store(factor)
-        mbarrier.arrive(of_end.full.index(0))
+            part = part_of(token, split, work)
+            of_rows = to.of_rows + ((part * work.heads + first_head) + rows) * 4
+            gl.store(of_rows, top, mask=in_range)
+            gl.store(of_rows + 1, total, mask=in_range)
+            store_part(0, acc, to, part, first_head, work.heads)
+        else:
+            b_lse = top + gl.log2(total)  # -inf without keys
+            share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
+            factor = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
+            mbarrier.wait(of_end.empty.index(0), parity)
+            factors.index(2).store(factor)
+            mbarrier.arrive(of_end.full.index(0))
+            gl.store(to.of_rows + token.to(gl.int64) * work.heads + first_head + rows, b_lse * 0.6931471805599453, mask=in_range)
+            store_half(0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, first_head, work.heads)
         parity ^= 1
-        gl.store(to.lse + of_rows, b_lse if PARTIAL else b_lse * 0.6931471805599453, mask=in_range)
-        if not PARTIAL or blocks > 0:  # `combine_kernel` does not read parts without keys
-            of_acc = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
-            store_half(0, acc, of_acc, to, token, part, first_head, work.heads, PARTIAL)
+        blocks = next_blocks
 
 
 @gluon.jit
-def largest_of_rows(acc):
-    """Largest magnitude of each row; not 0, as rows are divided by it."""
-    return gl.maximum(gl.max(gl.abs(acc), axis=1), 1e-30)
+def at_end(tile, sink, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    """What is loaded during a tile's last product: sinks of its heads, where it has all keys, and how many blocks the next tile has."""
+    _, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+    rows = here(gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout(BLOCK))))
+    b_sink = rows.to(gl.float32)
+    if not PARTIAL:
+        b_sink = gl.load(sink + first_head + rows, mask=rows < work.heads - first_head, other=0.0)
+    return b_sink, blocks_of_tile(gl.minimum(tile + gl.num_programs(0), work.tiles - 1), work, BLOCK, HEAD_BLOCKS, PARTIAL)
 
 
 @gluon.jit
-def part_of(token, split, work, PARTIAL: gl.constexpr):
-    """Index of a tile's part among all parts; without splits, of its token."""
-    if PARTIAL:
-        return token.to(gl.int64) * work.count + split
-    else:
-        return token.to(gl.int64)
+def here(rows):
+    """The same, but what depends on it is computed here, and not kept in registers through a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def multiply_left(q_smem, left):
+def part_of(token, split, work):
+    """Index of a tile's part among all parts."""
+    return token.to(gl.int64) * work.count + split
+
+
+@gluon.jit
+def masked(bias, block):
+    """What scores of a block begin with: 0, and -inf where there is no key. It is there before the block's records are."""
+    BLOCK: gl.constexpr = bias.shape[1]
+    row = gl.expand_dims(bias.index(block & 3).load(gl.SliceLayout(0, score_layout(BLOCK))), 0)
+    return gl.broadcast(row, gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)))[0]
+
+
+@gluon.jit
+def multiply_left(q_smem, left, scores):
     """Begin the scores of a block, before scaling, with the left halves of queries and records.
 
     Who brings records has loads of the next block on their way and must not wait for them, as a fence would; so the readers fence.
     """
     fence_async_shared()
-    BLOCK: gl.constexpr = left.shape[0]
-    scores = gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK))
-    return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, use_acc=False, is_async=True)
+    return warpgroup_mma(q_smem.slice(0, HALF, dim=1), left.permute((1, 0)), scores, is_async=True)
 
 
 @gluon.jit
@@ -469,73 +526,120 @@ def multiply_right(q_smem, right, scores):
 
 
 @gluon.jit
-def soften(scores, block, top, total, scale_log2, p_smem, bias, factors, p_full):
-    """Write a block's weights, and the factor that what came before takes with a new maximum; that factor, the maximum, the sum."""
-    half = block % 2
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    scores = scores * scale_log2 + gl.expand_dims(bias.index(block % 4).load(COLUMNS), 0)
-    new_top = gl.maximum(top, gl.max(scores, axis=1))
+def soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_full):
+    """Write a block's weights, and the factor that what came before takes with a new maximum.
+
+    Returns what the next block's scores begin with, the output so far, the maximum, the sums.
+    """
+    half = block & 1
+    rows = gl.convert_layout(gl.max(of_threads(scores, larger), axis=1), top.type.layout, assert_trivial=True)
+    new_top = gl.maximum(top, rows * scale_log2)
     base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
-    weights = gl.exp2(scores - gl.expand_dims(base, 1))
     keep = gl.exp2(top - base)
-    p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
     factors.index(half).store(keep)
+    acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)  # beside exponentials, which take longer
+    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
+    p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
+    scores = masked(bias, block + 1)
     fence_async_shared()
     mbarrier.arrive(p_full.index(half))
-    return keep, new_top, total * keep + gl.sum(weights, axis=1)
+    total = total * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, total.type.layout), assert_trivial=True), 1)
+    return scores, acc, new_top, total + of_threads(weights, plus)
+
+
+@gluon.jit
+def of_threads(values, combine: gl.constexpr):
+    """What each thread's values of a row make [64, 4], as a tree: a reduction would be a chain."""
+    COUNT: gl.constexpr = values.shape[1] // 4
+    values = gl.reshape(gl.reshape(values, [64, COUNT // 2, 4, 2]).permute((0, 2, 1, 3)), [64, 4, COUNT])
+    for i in gl.static_range(COUNT.bit_length() - 1):
+        even, odd = gl.split(gl.reshape(values, [64, 4, COUNT >> (i + 1), 2]))
+        values = combine(even, odd)
+    return gl.reshape(values, [64, 4])
+
+
+@gluon.jit
+def larger(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def plus(a, b):
+    return a + b
 
 
 @gluon.jit
 def add_right(
     work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr
 ):  # fmt: skip
-    """Add weights times records to the right half of the output; bring the first tile's queries, as there is nothing to add yet."""
+    """Add weights times records to the right half of the output; bring queries, those of the next tile during a tile's last product."""
     n = 0  # blocks of earlier tiles
     parity = 0
+    gdc_wait()
     copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         BLOCK: gl.constexpr = right.shape[1]
-        blocks = blocks_of_split(token, split, work, BLOCK, PARTIAL)
-        acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        for block in range(
-            blocks
-        ):  # not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant
-            half = (n + block) % 2
-            phase = (n + block) // 2 % 2
+        blocks = blocks_of_tile(tile, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+        acc = warpgroup_mma_init(gl.zeros([64, HALF], gl.float32, OUTPUT))
+        # Not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant.
+        for block in range(blocks):
+            half = (n + block) & 1
+            phase = (n + block) >> 1 & 1
+            sums = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(of_right.empty.index(1 - half), pred=block > 0)
             mbarrier.wait(of_right.full.index(half), phase)
             mbarrier.wait(p_full.index(half), phase)
             fence_async_shared()
-            acc = acc * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
-            acc = warpgroup_mma(p_smem.index(half), right.index(half), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(of_right.empty.index(half))
+            sums = sums * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
+            acc = warpgroup_mma(p_smem.index(half), right.index(half), sums, is_async=True)
         n += blocks
-
+        if not PARTIAL:
+            mbarrier.arrive(of_end.empty.index(0))
+        mbarrier.wait(of_q.empty.index(0), parity)
+        if tile + gl.num_programs(0) < work.tiles:
+            copy_queries(tile + gl.num_programs(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(of_right.empty.index((n - 1) & 1), pred=blocks > 0)
         if PARTIAL:
-            factors.index(3).store(largest_of_rows(acc))
-        mbarrier.arrive(of_end.empty.index(0))
-        mbarrier.wait(of_end.full.index(0), parity)
+            store_part(1, acc, to, part_of(token, split, work), first_head, work.heads)
+        else:
+            mbarrier.wait(of_end.full.index(0), parity)
+            store_half(1, acc, factors.index(2).load(gl.SliceLayout(1, OUTPUT)), to, token, first_head, work.heads)
         parity ^= 1
-        factor = factors.index(2).load(gl.SliceLayout(1, OUTPUT))
-        if not PARTIAL or blocks > 0:
-            part = part_of(token, split, work, PARTIAL)
-            store_half(1, acc, factor, to, token, part, first_head, work.heads, PARTIAL)
 
 
 @gluon.jit
-def store_half(SIDE: gl.constexpr, acc, factor, to, token, part, first_head, heads, PARTIAL: gl.constexpr):
-    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 of 16 bits."""
+def store_half(SIDE: gl.constexpr, acc, factor, to, token, first_head, heads):
+    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 of bf16."""
     TYPE: gl.constexpr = to.rows.dtype.element_ty
     ROWS: gl.constexpr = OUTPUT_ROWS if TYPE.primitive_bitwidth == 16 else OUTPUT
-    if PARTIAL:
-        out_row = to.rows + (part * heads + first_head) * to.stride_h
-    else:
-        out_row = to.rows + token.to(gl.int64) * to.stride_t + first_head.to(gl.int64) * to.stride_h
+    out_row = to.rows + token.to(gl.int64) * to.stride_t + first_head.to(gl.int64) * to.stride_h
     values = gl.convert_layout((acc * gl.expand_dims(factor, 1)).to(TYPE), ROWS)
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
-    columns = gl.expand_dims(SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS)), 0)
-    gl.store(gl.expand_dims(out_row + rows * to.stride_h, 1) + columns, values, mask=gl.expand_dims(rows < heads - first_head, 1))
+    store_rows(values, out_row + SIDE * HALF, to.stride_h, heads - first_head)
+
+
+@gluon.jit
+def store_part(SIDE: gl.constexpr, acc, to, part, first_head, heads):
+    """Write one half of a part, each row relative to its largest magnitude, and that. Threads store values where they have them."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
+    first_row = part * heads + first_head
+    rows = here(gl.arange(0, 64, layout=ROWS))
+    largest = gl.convert_layout(gl.max(of_threads(gl.abs(acc), larger), axis=1), ROWS, assert_trivial=True)
+    largest = gl.maximum(largest, 1e-30)
+    gl.store(to.of_rows + (first_row + rows) * 4 + (2 + SIDE), largest, mask=rows < heads - first_head)
+    values = (acc * gl.expand_dims(1.0 / largest, 1)).to(gl.float16)
+    values = gl.reshape(gl.reshape(values, [64, 8, 4, 4, 2]).permute((0, 1, 3, 2, 4)), [64, HALF])
+    values = gl.convert_layout(values, OUTPUT_ROWS, assert_trivial=True)
+    store_rows(values, to.rows + first_row * to.stride_h + SIDE * HALF, to.stride_h, heads - first_head)
+
+
+@gluon.jit
+def store_rows(values, out, stride, count):
+    LAYOUT: gl.constexpr = values.type.layout
+    rows = here(gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)))
+    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    gl.store(gl.expand_dims(out + rows * stride, 1) + columns, values, mask=gl.expand_dims(rows < count, 1))
 
 
 @gluon.jit
@@ -543,49 +647,57 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
     """Begin to copy a tile's queries to shared memory."""
     token, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
-    # Volatile: what depends on it is computed here, and not kept in registers through the loop over tiles.
-    rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
-    q_rows = queries.rows + token.to(gl.int64) * queries.stride_t + (first_head + rows).to(gl.int64) * queries.stride_h
-    for side in gl.static_range(2):
-        columns = side * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
-        pointers = gl.expand_dims(q_rows, 1) + gl.expand_dims(columns, 0)
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
+    q_row = queries.rows + token.to(gl.int64) * queries.stride_t
+    for first in gl.static_range(0, 64, 8):
+        rows = here(gl.arange(first, first + 8, layout=gl.SliceLayout(1, COPY)))
+        pointers = gl.expand_dims(q_row + (first_head + rows).to(gl.int64) * queries.stride_h, 1) + gl.expand_dims(columns, 0)
         mask = gl.expand_dims(rows < work.heads - first_head, 1)
-        async_copy.async_copy_global_to_shared(q_smem.slice(side * HALF, HALF, dim=1), pointers, mask=mask)
+        for side in gl.static_range(2):
+            to = q_smem.slice(first, 8).slice(side * HALF, HALF, dim=1)
+            async_copy.async_copy_global_to_shared(to, pointers + side * HALF, mask=mask)
     async_copy.mbarrier_arrive(q_full.index(0))
     mbarrier.arrive(q_full.index(0))
 
 
 @gluon.jit
-def bring_blocks(
-    work, queries, window, entries, zeros, q_smem, left, right, bias, of_q, of_left, of_right,
+def bring_records(
+    work, window, entries, zeros, left, right, bias, never, of_left, of_right,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Bring queries, and the records of both lists as bf16, block by block, to shared memory."""
+    """Bring the records of both lists as bf16, block by block, to shared memory."""
     BLOCK: gl.constexpr = left.shape[1]
     n = 0  # blocks of earlier tiles
-    parity = 0
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
         rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
-        window_length = gl.load(work.window_lengths + token)
-        entry_length = gl.load(work.entry_lengths + token)
         # Most lists are full: their slots need not wait for the lengths.
         lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
-        first_slots = block_slots(0, lists, BLOCK)
-        slots = block_slots(1, lists, BLOCK)
-        if tile >= gl.num_programs(0):
-            mbarrier.wait(of_q.empty.index(0), parity)
-            parity ^= 1
-            copy_queries(tile, queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+        first_pointers, first_mask = slot_pointers(0, lists, BLOCK)
+        pointers, mask = slot_pointers(1, lists, BLOCK)
+        if tile < gl.num_programs(0):
+            gdc_wait()  # now that addresses are known, which the compiler would compute after a wait without a condition
+        first_slots = gl.load(first_pointers, mask=first_mask, other=-1)
+        slots = gl.load(pointers, mask=mask, other=-1)
+        window_length = gl.load(work.window_lengths + token)
+        entry_length = gl.load(work.entry_lengths + token)
         if (window_length < window.width) | (entry_length < entries.width):
             lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, PARTIAL)
             first_slots = block_slots(0, lists, BLOCK)
             slots = block_slots(1, lists, BLOCK)
         pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
-        bring_tile(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
-                   ENTRIES_PER_PAGE)  # fmt: skip
+        if WINDOW.name == ENTRIES.name:
+            bring_blocks(n, 0, blocks, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, True, WINDOW,
+                         WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+        else:
+            of_window = gl.minimum(gl.maximum(lists[4], 0), blocks)
+            bring_blocks(n, 0, of_window, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, False, WINDOW,
+                         WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+            first_slots = block_slots(of_window, lists, BLOCK)
+            slots = block_slots(of_window + 1, lists, BLOCK)
+            bring_blocks(n, of_window, blocks, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, True,
+                         ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
         n += blocks
 
 
@@ -601,78 +713,90 @@ def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.con
 
 
 @gluon.jit
-def bring_tile(
-    n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right,
-    WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
+def bring_blocks(
+    n, first, end, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, LAST: gl.constexpr,
+    LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Bring a tile's records, n blocks after those of the program's first.
+    """Bring the records of one layout in a tile's blocks `first` to `end`, n blocks after those of the program's first.
 
-    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them. The compiler
-    gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So the loads of a half are issued when
-    those of the other have come: their addresses depend on it through `never`, a zero that the compiler does not know. Before the
-    loop, too, or it would wait at the loop's head.
+    LAST: no other layout's records follow. Codes of one half of a block are on their way while those of the other are widened, and slots
+    a block ahead of them. The compiler gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So
+    the loads of a half are issued when those of the other have come: their addresses depend on it through `never`, zeros that the
+    compiler does not know. Before the loop, too, or it would wait at the loop's head.
     """
     BLOCK: gl.constexpr = left.shape[1]
-    window_blocks = lists[4]
-    where = locate(0, n, first_slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-    if WINDOW.grid is None:
-        for block in range(blocks):
-            half = (n + block) % 2
-            phase = (n + block) // 2 % 2 ^ 1
+    where = locate(first, end, n, first_slots, pools, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    if LAYOUT.grid is None:
+        for block in range(first, end):
+            half = (n + block) & 1
+            phase = (n + block) >> 1 & 1 ^ 1
             mbarrier.wait(of_left.empty.index(half), phase)
             copy_half(0, where, left.index(half))
             async_copy.mbarrier_arrive(of_left.full.index(half))
             mbarrier.wait(of_right.empty.index(half), phase)
             copy_half(1, where, right.index(half))
             async_copy.mbarrier_arrive(of_right.full.index(half))
-            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(block + 1, end, n, slots, pools, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             slots = block_slots(block + 2, lists, BLOCK)
             mbarrier.arrive(of_left.full.index(half))
             mbarrier.arrive(of_right.full.index(half))
     else:
-        nothing = gl.zeros([BLOCK, 8], gl.int32, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))
-        never = gl.program_id(1)
-        left_codes, left_scales = load_half(0, where, nothing, WINDOW, ENTRIES)
-        came = gl.max(left_codes[0], axis=2) | gl.max(left_codes[1], axis=2) | left_scales[0] | left_scales[1]
-        right_codes, right_scales = load_half(1, where, (came & never) * 16, WINDOW, ENTRIES)
-        for block in range(blocks):
-            half = (n + block) % 2
-            phase = (n + block) // 2 % 2 ^ 1
-            in_window = block < window_blocks
+        left_codes, left_scales = load_half(0, where, slots * 0, LAYOUT)
+        came = gl.max(left_codes[0], axis=2)
+        for i in gl.static_range(1, len(left_codes)):
+            came |= gl.max(left_codes[i], axis=2)
+        came = gl.convert_layout(gl.max(came, axis=1), slots.type.layout, assert_trivial=True) | slots | left_scales[0]
+        if LAYOUT.name == "v41":
+            came |= left_scales[1]
+        right_codes, right_scales = load_half(1, where, nothing(came, never), LAYOUT)
+        for block in range(first, end):
+            half = (n + block) & 1
+            phase = (n + block) >> 1 & 1 ^ 1
             mbarrier.wait(of_left.empty.index(half), phase)
-            next_slots = block_slots(block + 2, lists, BLOCK)
-            convert_half(0, left_codes, left_scales, in_window, left.index(half), WINDOW, ENTRIES)
+            convert_half(0, left_codes, left_scales, left.index(half), LAYOUT)
             mbarrier.arrive(of_left.full.index(half))
-            where = locate(block + 1, n, slots, pools, bias, WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            left_codes, left_scales = load_half(0, where, (right_scales[0] & never) * 16, WINDOW, ENTRIES)
+            where = locate(block + 1, end, n, slots, pools, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), LAYOUT)
+            slots = block_slots(block + 2, lists, BLOCK)
             mbarrier.wait(of_right.empty.index(half), phase)
-            convert_half(1, right_codes, right_scales, in_window, right.index(half), WINDOW, ENTRIES)
+            convert_half(1, right_codes, right_scales, right.index(half), LAYOUT)
             mbarrier.arrive(of_right.full.index(half))
-            right_codes, right_scales = load_half(1, where, (left_scales[0] & never) * 16, WINDOW, ENTRIES)
-            slots = next_slots
+            right_codes, right_scales = load_half(1, where, nothing(left_scales[0], never), LAYOUT)
+
+
+@gluon.jit
+def nothing(came, never):
+    """Zeros that are known when `came` is, and not before what was done before is done."""
+    return (came & never.load(came.type.layout)) * 16
 
 
 @gluon.jit
 def block_slots(block, lists, BLOCK: gl.constexpr):
     """Slots of a block, -1 beyond its list's end."""
+    pointers, mask = slot_pointers(block, lists, BLOCK)
+    return gl.load(pointers, mask=mask, other=-1)
+
+
+@gluon.jit
+def slot_pointers(block, lists, BLOCK: gl.constexpr):
     window_row, window_end, entry_row, entry_end, window_blocks = lists
     in_window = block < window_blocks
     KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))  # one value per key
-    n = block * BLOCK + gl.arange(0, BLOCK, layout=KEYS)
-    return gl.load((window_row if in_window else entry_row) + n, mask=n < (window_end if in_window else entry_end), other=-1)
+    n = here(block * BLOCK + gl.arange(0, BLOCK, layout=KEYS))  # or the compiler would count blocks in 64 bits, for addresses
+    return (window_row if in_window else entry_row) + n, n < (window_end if in_window else entry_end)
 
 
 @gluon.jit
 def locate(
-    block, n, slots, pools, bias, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
+    block, end, n, slots, pools, bias, LAST: gl.constexpr, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Where records lie, how far from there their scales, and whether they are of the window.
+    """Where records lie, those before block `end`, and how far from there their scales.
 
     What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
     after next comes to shared memory.
     """
-    bias.index((n + block) % 4).store(gl.where(slots >= 0, 0.0, float("-inf")))
+    bias.index((n + block) & 3).store(gl.where(slots >= 0, 0.0, float("-inf")))
     window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
     in_window = block < window_blocks
     slot = gl.maximum(slots, 0)
@@ -681,13 +805,14 @@ def locate(
     else:
         page = gl.where(in_window, slot // WINDOW_PER_PAGE, slot // ENTRIES_PER_PAGE)
         row = gl.where(in_window, slot % WINDOW_PER_PAGE, slot % ENTRIES_PER_PAGE)
-    data_bytes = WINDOW.data_bytes if in_window else ENTRIES.data_bytes
-    scale_bytes = WINDOW.scale_bytes if in_window else ENTRIES.scale_bytes
-    all_data = WINDOW_PER_PAGE * WINDOW.data_bytes if in_window else ENTRIES_PER_PAGE * ENTRIES.data_bytes
+    all_data = (WINDOW_PER_PAGE if in_window else ENTRIES_PER_PAGE) * LAYOUT.data_bytes
     pages = window_pages if in_window else entry_pages
-    data = pages + page.to(gl.int64) * (window_page_stride if in_window else entry_page_stride) + row * data_bytes
-    data = gl.where(slots >= 0, data, zeros)
-    return data, gl.where(slots >= 0, all_data - row * (data_bytes - scale_bytes), 0), in_window
+    data = pages + page.to(gl.int64) * (window_page_stride if in_window else entry_page_stride) + row * LAYOUT.data_bytes
+    known = slots >= 0
+    if not LAST:
+        known = known & (block < end)
+    data = gl.where(known, data, zeros)
+    return data, gl.where(known, all_data - row * (LAYOUT.data_bytes - LAYOUT.scale_bytes), 0)
 
 
 @gluon.jit
@@ -700,135 +825,189 @@ def copy_half(SIDE: gl.constexpr, where, keys):
 
 
 @gluon.jit
-def load_half(SIDE: gl.constexpr, where, after, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
-    """Codes of both quarters of one half, and their scales; of two layouts of the one that a block has."""
-    if WINDOW.name == ENTRIES.name:
-        return load_codes(SIDE, where, after, WINDOW), load_scales(SIDE, where, after, WINDOW)
-    else:
-        if where[2]:
-            codes = load_codes(SIDE, where, after, WINDOW)
-            first, second = load_scales(SIDE, where, after, WINDOW)
-        else:
-            codes = load_codes(SIDE, where, after, ENTRIES)
-            first, second = load_scales(SIDE, where, after, ENTRIES)
-        return codes, (first, second)
+def load_half(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
+    return load_codes(SIDE, where, after, LAYOUT), load_scales(SIDE, where, after, LAYOUT)
 
 
 @gluon.jit
 def load_codes(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
-    """Codes of two quarters, int32 [64, 8, 4] each.
+    """Codes of one half in parts of 16 for each thread of a row, int32 [keys, threads, 4], or [keys, threads, 2] of four bits each.
 
-    v4: 128 codes of each key, in the last quarter 64 codes [64, 8, 2], and 64 bf16. v41: 128 codes. v41_fp4: all 256 are in the first,
-    of each quarter in two words; the second holds nothing.
+    v4: the last 64 values are bf16 [keys, threads, words], and what codes there are before them within a part, [keys, threads, 2].
     """
     KEYS: gl.constexpr = where[0].shape[0]
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
-    NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
-    words = where[0].to(gl.pointer_type(gl.int32)) + SIDE * (32 if LAYOUT.name == "v41_fp4" else 64)
-    if LAYOUT.name == "v41_fp4":
-        # In the order of their registers, so that they are where the codes of another layout would be without being moved.
-        pair = gl.join(load_words(words, after, NARROW), load_words(words + 16, after, NARROW)).permute((0, 1, 3, 2))
-        return gl.convert_layout(gl.reshape(pair, [KEYS, 8, 4]), WIDE), gl.zeros([KEYS, 8, 4], gl.int32, WIDE)
-    elif LAYOUT.name == "v4" and SIDE == 1:
-        last = load_words(words + 32, after, NARROW, True), load_words(words + 48, after, WIDE, True)
-        return load_words(words, after, WIDE), last
-    else:
-        return load_words(words, after, WIDE), load_words(words + 32, after, WIDE)
+    WORDS: gl.constexpr = 2 if LAYOUT.name == "v41_fp4" else 4
+    PART: gl.constexpr = code_layout(WORDS, gl.num_warps(), KEYS)
+    T: gl.constexpr = PART.shape[1]
+    WHOLE: gl.constexpr = 12 // T if LAYOUT.name == "v4" and SIDE == 1 else 16 // T
+    words = where[0].to(gl.pointer_type(gl.int32)) + SIDE * 16 * WORDS
+    parts = ()
+    for i in gl.static_range(WHOLE):
+        parts = parts + (load_words(words + i * WORDS * T, after, PART),)
+    if WHOLE < 16 // T:
+        if T == 8:
+            parts = parts + (load_words(words + 32, after, code_layout(2, gl.num_warps(), KEYS, True)),)
+        parts = parts + (load_words(words + 48, after, code_layout(32 // T, gl.num_warps(), KEYS, T == 8)),)
+    return parts
 
 
 @gluon.jit
-def load_words(data, after, LAYOUT: gl.constexpr, TURNED: gl.constexpr = False):
-    """Bytes of each key from `data` on: int32 [64, 8, words], 8 threads of a row.
-
-    TURNED: in the order 0, 2, 4, 6, 1, 3, 5, 7 (see `turn_back`).
-    """
-    WORDS: gl.constexpr = LAYOUT.shape[2]
+def load_words(data, after, LAYOUT: gl.constexpr, STEP: gl.constexpr = 1):
+    """Bytes of each key from `data` on: int32 [keys, threads of a row, words]; STEP 0: the same for all threads."""
     data = gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
-    v = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
-    w = gl.expand_dims(gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
-    if TURNED:
-        v = v * 2 % 8 + v // 4
-    after = gl.expand_dims(gl.convert_layout(after, gl.SliceLayout(2, LAYOUT), assert_trivial=True), 2)
-    return gl.load(gl.expand_dims(gl.expand_dims(data, 1), 2) + (v * WORDS + after + w))
+    after = gl.convert_layout(after, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
+    v = gl.expand_dims(gl.expand_dims(gl.arange(0, LAYOUT.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
+    w = gl.expand_dims(gl.expand_dims(gl.arange(0, LAYOUT.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))), 0), 0)
+    return gl.load(gl.expand_dims(gl.expand_dims(data + after, 1), 2) + (v * (STEP * LAYOUT.shape[2]) + w))
 
 
 @gluon.jit
 def load_scales(SIDE: gl.constexpr, where, after, LAYOUT: gl.constexpr):
-    """Scales of both quarters of one half: two words for each thread, int32 [64, 8]."""
+    """Scales of one half in words int32 [keys], one (v4) or two (v41); of v41_fp4 the first, and all four [keys, threads, 4]."""
     scales = (where[0] + where[1]).to(gl.pointer_type(gl.int32))
-    if LAYOUT.name == "v4":  # of a half's four scales
-        word = load_scale_word(scales + SIDE, after, 8)
-        return word, word
-    elif LAYOUT.name == "v41":  # of a quarter's four
-        return load_scale_word(scales + SIDE * 2, after, 8), load_scale_word(scales + (SIDE * 2 + 1), after, 8)
-    else:  # of a quarter's eight
-        gl.static_assert(LAYOUT.name == "v41_fp4")
-        return load_scale_word(scales + SIDE * 4, after, 4), load_scale_word(scales + (SIDE * 4 + 2), after, 4)
-
-
-@gluon.jit
-def load_scale_word(scales, after, THREADS: gl.constexpr):
-    """A word for THREADS threads of a row."""
-    KEYS: gl.constexpr = scales.shape[0]
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
-    v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, WIDE))), 0)
-    return gl.load(gl.expand_dims(scales, 1) + (v // THREADS + after))
-
-
-@gluon.jit
-def convert_half(SIDE: gl.constexpr, codes, scales, in_window, keys, WINDOW: gl.constexpr, ENTRIES: gl.constexpr):
-    """Write one half of a block as bf16 into shared memory."""
-    if WINDOW.name == ENTRIES.name:
-        convert_codes(SIDE, codes, scales, keys, WINDOW)
-    else:
-        if in_window:
-            convert_codes(SIDE, codes, scales, keys, WINDOW)
-        else:
-            convert_codes(SIDE, codes, scales, keys, ENTRIES)
-
-
-@gluon.jit
-def convert_codes(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr):
-    KEYS: gl.constexpr = keys.shape[0]
-    WIDE: gl.constexpr = code_layout(4, gl.num_warps(), KEYS)
-    NARROW: gl.constexpr = code_layout(2, gl.num_warps(), KEYS)
     if LAYOUT.name == "v4":
-        store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 4, WIDE)), keys, 0)
-        if SIDE == 0:
-            values = convert_e4m3(codes[1], pick_scale(scales[0], 2, 4, WIDE))
-        else:
-            values = convert_e4m3(codes[1][0], pick_scale(scales[0], 2, 8, NARROW))
-            values = gl.join(turn_back(values), turn_back(codes[1][1])).permute((0, 2, 1))
-        store_words(values, keys, 1)
+        return (gl.load(scales + (after + SIDE)),)
     elif LAYOUT.name == "v41":
-        store_words(convert_e4m3(codes[0], pick_scale(scales[0], 0, 2, WIDE)), keys, 0)
-        store_words(convert_e4m3(codes[1], pick_scale(scales[1], 0, 2, WIDE)), keys, 1)
+        scales += after + SIDE * 2
+        return gl.load(scales), gl.load(scales + 1)
     else:
-        first, second = gl.split(gl.reshape(codes[0], [KEYS, 8, 2, 2]).permute((0, 1, 3, 2)))
-        store_words(convert_e2m1(gl.convert_layout(first, NARROW), pick_scale(scales[0], 0, 1, NARROW)), keys, 0)
-        store_words(convert_e2m1(gl.convert_layout(second, NARROW), pick_scale(scales[1], 0, 1, NARROW)), keys, 1)
+        gl.static_assert(LAYOUT.name == "v41_fp4")
+        scales += SIDE * 4
+        return gl.load(scales + after), load_words(scales, after, code_layout(4, gl.num_warps(), where[0].shape[0]), 0)
 
 
 @gluon.jit
-def turn_back(values):
-    """int32 [64, 8, ...], 16 bytes of each thread in a turned order, to [64, 32]: four neighbours write to every other bank."""
-    KEYS: gl.constexpr = values.shape[0]
-    return gl.reshape(gl.reshape(values, [KEYS, 2, 4, 4]).permute((0, 2, 1, 3)), [KEYS, 32])
-
-
-@gluon.jit
-def pick_scale(scales, FIRST: gl.constexpr, THREADS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The scale byte of each thread's codes [64, 8], from byte FIRST of its word on; THREADS share one."""
-    scales = gl.convert_layout(scales, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
-    v = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
-    return (scales >> (FIRST + v // THREADS) % 4 * 8) & 0xFF
-
-
-@gluon.jit
-def store_words(values, keys, SIDE: gl.constexpr):
+def convert_half(SIDE: gl.constexpr, codes, scales, keys, LAYOUT: gl.constexpr):
+    """Write one half of a block as bf16 into shared memory."""
     KEYS: gl.constexpr = keys.shape[0]
-    words = keys._reinterpret(gl.int32, [KEYS, 128], SHARED_WORDS)
-    words.slice(SIDE * 64, 64, dim=1).store(gl.reshape(values, [KEYS, 64]))
+    PART: gl.constexpr = codes[0].type.layout
+    T: gl.constexpr = PART.shape[1]
+    CODED: gl.constexpr = 12 // T if LAYOUT.name == "v4" and SIDE == 1 else 16 // T
+    values = ()
+    for i in gl.static_range(CODED):
+        if LAYOUT.name == "v41_fp4":
+            part = convert_e2m1(codes[i], pick_scale_of_16(scales[1], i, PART))
+        else:
+            part = convert_e4m3(codes[i], pick_scale(scales, i * T, 4 // len(scales), PART))
+        values = values + (gl.reshape(part, [KEYS, 8 * T]),)
+    if CODED < 16 // T:
+        last = gl.reshape(codes[len(codes) - 1], [KEYS, 32])
+        if T == 8:
+            part = convert_e4m3(codes[1], pick_scale(scales, 16, 8, code_layout(2, gl.num_warps(), KEYS, True)))
+            last = beside(gl.reshape(part, [KEYS, 32]), last)
+        values = values + (last,)
+    keys = keys._reinterpret(gl.int32, [KEYS, 128], SHARED_WORDS)
+    if values[0].type.layout != values[1].type.layout:
+        keys.slice(0, 64, dim=1).store(values[0])
+        keys.slice(64, 64, dim=1).store(values[1])
+    else:  # at once: between stores to one place the compiler puts barriers
+        words = beside(values[0], values[1])
+        if T == 4:
+            words = beside(words, beside(values[2], values[3]))
+        keys.store(words)
+
+
+@gluon.jit
+def beside(left, right):
+    return gl.reshape(gl.join(left, right).permute((0, 2, 1)), [left.shape[0], 2 * left.shape[1]])
+
+
+@gluon.jit
+def pick_scale(scales, FIRST: gl.constexpr, OF_SCALE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The scale byte of each thread's codes [keys, threads], from thread FIRST of a whole half's on; OF_SCALE threads share one."""
+    word = gl.convert_layout(scales[FIRST // (4 * OF_SCALE)], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
+    v = gl.expand_dims(gl.arange(0, LAYOUT.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
+    return (gl.expand_dims(word, 1) >> (FIRST + v) // OF_SCALE % 4 * 8) & 0xFF
+
+
+@gluon.jit
+def pick_scale_of_16(scales, PART: gl.constexpr, LAYOUT: gl.constexpr):
+    """As `pick_scale`, of four words of scales [keys, threads, 4], one byte for each thread of a part."""
+    KEYS: gl.constexpr = LAYOUT.shape[0]
+    T: gl.constexpr = LAYOUT.shape[1]
+    even, odd = gl.split(gl.reshape(scales, [KEYS, T, 2, 2]))
+    first = gl.convert_layout(gl.split(even)[PART * T // 8], gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    second = gl.convert_layout(gl.split(odd)[PART * T // 8], gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    v = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
+    word = gl.where((v < 4) if T == 8 else (v < 4) & (PART % 2 == 0), first, second)
+    return (word >> v % 4 * 8) & 0xFF
+
+
+@gluon.jit(do_not_specialize=["pieces", "count"])
+def combine_kernel(
+    partial_out, partial_rows, sink, out, out_stride_t, out_stride_h, lse, pieces, count,
+    H: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Weighted means of the parts of rows, COLUMNS of a row in each warp, BLOCK parts at a time; those without keys change no bit."""
+    PARTS: gl.constexpr = gl.BlockedLayout([1, BLOCK, COLUMNS // 32], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
+    OUT: gl.constexpr = gl.SliceLayout(1, PARTS)  # of a warp
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])  # of a part of each lane
+    ROW: gl.constexpr = gl.SliceLayout(1, LANES)
+    piece = gl.program_id(0) * WARPS + gl.arange(0, WARPS, layout=ROW)
+    in_range = piece < pieces
+    piece = gl.minimum(piece, pieces - 1)
+    row, first_column = piece // (D // COLUMNS), piece % (D // COLUMNS) * COLUMNS
+    token, head = row // H, row % H
+    b_sink = gl.load(sink + head)
+    first = token.to(gl.int64) * count * H + head
+    n = gl.expand_dims(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LANES)), 0)
+    of_rows = gl.expand_dims(partial_rows + first * 4, 1) + n * (4 * H)
+    of_scale = gl.expand_dims(2 + first_column // HALF, 1)
+    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT)), 0)
+    m = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, PARTS))), 0), 2)
+    of_out = gl.convert_layout(partial_out + first * D + first_column, OUT_ROW)
+    of_out = gl.expand_dims(gl.expand_dims(of_out, 1) + column, 1) + m * (D * H)
+    out_row = out + token.to(gl.int64) * out_stride_t + head.to(gl.int64) * out_stride_h + first_column
+    top = gl.full([WARPS], float("-inf"), gl.float32, ROW)
+    total = gl.zeros([WARPS], gl.float32, ROW)
+    acc = gl.zeros([WARPS, COLUMNS], gl.float32, OUT)
+    gdc_launch_dependents()  # early: what follows reads no parts, and the kernel that writes them began when all others had ended
+    of_rows -= BLOCK * 4 * H
+    of_out -= BLOCK * D * H
+    # Launched while the parts are still being written, it first rehearses without a part: addresses and instructions come ahead.
+    for start in range(-BLOCK, count, BLOCK):
+        parts = gl.where(start >= 0, count - start, 0)
+        if start >= 0:
+            gdc_wait()
+        b_top = gl.load(of_rows, mask=n < parts, other=float("-inf"))
+        b_total = gl.load(of_rows + 1, mask=n < parts, other=0.0)
+        b_scale = gl.load(of_rows + of_scale, mask=n < parts, other=0.0)
+        b_out = gl.load(of_out, mask=m < parts, other=0.0)
+        b_top = (b_top.to(gl.int32, bitcast=True) | zero_behind_loads()).to(gl.float32, bitcast=True)
+        new_top = gl.maximum(top, gl.max(b_top, axis=1))
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+        keep = gl.exp2(top - base)
+        weight = gl.exp2(b_top - gl.expand_dims(base, 1))
+        total = total * keep + gl.sum(weight * b_total, axis=1)
+        factor = gl.convert_layout(weight * b_scale, gl.SliceLayout(2, PARTS))
+        acc = acc * gl.expand_dims(gl.convert_layout(keep, OUT_ROW), 1)
+        acc += gl.sum(b_out.to(gl.float32) * gl.expand_dims(factor, 2), axis=1)
+        top = new_top
+        of_rows += BLOCK * 4 * H
+        of_out += BLOCK * D * H
+    b_lse = top + gl.log2(total)
+    share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
+    share = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
+    values = acc * gl.expand_dims(gl.convert_layout(share, OUT_ROW), 1)
+    pointers = gl.expand_dims(gl.convert_layout(out_row, OUT_ROW), 1) + part_column(column)
+    gl.store(pointers, values.to(out.dtype.element_ty), mask=gl.expand_dims(gl.convert_layout(in_range, OUT_ROW), 1))
+    gl.store(lse + row, b_lse * 0.6931471805599453, mask=in_range & (first_column == 0))
+
+
+@gluon.jit
+def zero_behind_loads():
+    """0, which no one knows before all loads above are on their way; else the compiler would let some wait for values of others."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; setp.ne.u32 never, 0, 0; bar.red.popc.u32 $0, 0, never; }", "=r", [], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def part_column(d):
+    """Where parts have column d: a thread's pairs in four neighbouring tiles of 8 columns lie side by side. Also the other way round."""
+    return d // 32 * 32 + d // 2 % 4 * 8 + d // 8 % 4 * 2 + d % 2
 
 
 @gluon.jit
@@ -921,7 +1100,7 @@ def aot_cases() -> list[AotCase]:
     """Every pair of layouts, with splits and without, and blocks of 32 keys."""
     pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("window_pages", "entry_pages", "zeros"), "*u8")
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
-    pointers |= dict.fromkeys(("sink", "lse", "partial_lse", "partial_scale"), "*fp32") | {"partial_out": "*fp16"}
+    pointers |= dict.fromkeys(("sink", "lse", "partial_rows"), "*fp32") | {"partial_out": "*fp16"}
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
     numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks")
@@ -936,4 +1115,9 @@ def aot_cases() -> list[AotCase]:
         reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
 
-    return [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS]
+    results = {"partial_out": "*fp16", "partial_rows": "*fp32", "sink": "*fp32", "out": "*bf16", "lse": "*fp32"}
+    addresses = (*results, "out_stride_t", "out_stride_h")
+    arguments = results | dict.fromkeys(("out_stride_t", "out_stride_h", "pieces", "count"), "i32")
+    shape = {"H": 64, "D": HEAD_DIM, "BLOCK": COMBINE_BLOCK, "WARPS": 16, "COLUMNS": HEAD_DIM // 2}
+    merge = AotCase("sparse_attention gluon combine", combine_kernel, arguments, shape, 16, 1, addresses, archs=(HOPPER,))
+    return [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS] + [merge]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,7 +13,7 @@ from torch import Tensor
 from abyssal.kv import layouts
 from abyssal.ops._aot import AotCase
 from abyssal.ops._records import wait_for_inputs
-from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Partial, Splits, check, empty_keys, traits
+from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys, traits
 
 LOG2_E = 1.4426950408889634
 FIXED_SPLIT_BLOCKS = 4  # in batch-invariant mode: 256 keys, so that 640 keys of one sequence still run on three SMs
@@ -33,6 +34,14 @@ class LaunchConfig:
     splits: Splits
     num_warps: int
     num_stages: int
+
+
+class Partial(NamedTuple):
+    """Where programs that see a part of a token's keys leave their results."""
+
+    out: Tensor  # fp16 [T, count, H, 512], relative to a row's largest magnitude
+    lse: Tensor  # fp32 [T, count, H], base 2
+    scale: Tensor  # fp32 [T, count, H]; times `out` it is the mean over the part
 
 
 def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, batch_invariant: bool = False) -> LaunchConfig:
