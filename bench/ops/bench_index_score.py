@@ -74,6 +74,9 @@ def main() -> None:
             size = n * entries * (record.bytes_per_entry + 4)
             sets = [random_paged(layout, n, 1, heads, entries) for _ in range(max(2, -int(-COLD_BYTES // size)))]
             calls = {name: (call, sets) for name, call in kernels(layout, row).items()}
+            if layout == "index_mxfp4":
+                far_apart = [random_paged(layout, n, 1, heads, entries, exponents=6) for _ in sets]
+                calls["gluon, far scales"] = (calls["gluon"][0], far_apart)
             if layout == "index_fp8":
                 plain = [random_paged(layout, n, 1, heads, entries, page_bytes=8448) for _ in sets]
                 calls["deep_gemm"] = (None, plain)

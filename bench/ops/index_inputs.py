@@ -26,8 +26,14 @@ class Paged:
         return self.q, self.weights, self.pool, self.table, self.visible
 
 
-def random_paged(name: str, n: int, b: int, heads: int, entries: int, page_bytes: int | None = None) -> Paged:
-    """n sequences of `entries` keys, all visible to b queries each."""
+def random_paged(
+    name: str, n: int, b: int, heads: int, entries: int, *, page_bytes: int | None = None, exponents: int = 3
+) -> Paged:
+    """n sequences of `entries` keys, all visible to b queries each.
+
+    A key's four scales of mxfp4 have at most so many different exponents; with keys of a normal distribution one in a million has more
+    than 3.
+    """
     layout, pages = layouts.get(name), n * entries // PAGE
     pool = torch.zeros(pages + 1, page_bytes or BUCKET_BYTES[name], dtype=torch.uint8, device="cuda")
     data = PAGE * layout.data_bytes
@@ -40,7 +46,7 @@ def random_paged(name: str, n: int, b: int, heads: int, entries: int, page_bytes
     if name == "index_fp8":
         scales = torch.exp2(torch.randint(-2, 3, (pages, PAGE), device="cuda").float()).view(torch.uint8)
     else:
-        scales = torch.randint(124, 130, (pages, PAGE * 4), dtype=torch.uint8, device="cuda")
+        scales = torch.randint(124, 124 + exponents, (pages, PAGE * 4), dtype=torch.uint8, device="cuda")
     pool[1:, data : data + PAGE * layout.scale_bytes] = scales
     q = torch.randn(n, b, heads, 128, device="cuda")
     q = q.to(torch.float8_e4m3fn) if name == "index_fp8" else (q.mul(2).round().clamp(-4, 4) / 2).bfloat16()

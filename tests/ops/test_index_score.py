@@ -54,7 +54,7 @@ def skip_unread(kernel, name: str) -> None:
 
 def cut(kernel, programs: int, queries: int):
     if kernel is gluon:
-        return gluon.ScoreConfig(programs, queries, ahead=2, registers=255)
+        return gluon.ScoreConfig(programs, queries, stages=2, registers=128)
     return triton.ScoreConfig(programs, queries, warps=4, stages=4)
 
 
@@ -62,13 +62,25 @@ class Paged:
     """n sequences of random keys in scattered pages; everything that no query may read is poison."""
 
     def __init__(
-        self, name: str, n: int, b: int, heads: int, entries: int, *, page: int = 64, first_page: int = 1, seed: int = 0
+        self,
+        name: str,
+        n: int,
+        b: int,
+        heads: int,
+        entries: int,
+        *,
+        page: int = 64,
+        first_page: int = 1,
+        seed: int = 0,
+        octaves: int = 6,  # between a key's four groups, up and down
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.layout, self.entries, self.page = layouts.get(name), entries, page
         pages = -(-entries // page)
         keys = torch.randn(n, pages * page, 128, generator=generator)
-        keys *= torch.exp2(torch.randint(-6, 7, (n, pages * page, 4), generator=generator)).repeat_interleave(32, 2)
+        keys *= torch.exp2(torch.randint(-octaves, octaves + 1, (n, pages * page, 4), generator=generator)).repeat_interleave(
+            32, 2
+        )
         packed = codec.pack_pages(self.layout, keys.view(n * pages, page, 128))
         self.keys = codec.unpack_pages(self.layout, packed, page).view(n, pages * page, 128)[:, :entries]
         self.table = (first_page + torch.randperm(n * pages, generator=generator)).int().view(n, pages)
@@ -215,6 +227,25 @@ def test_kernel_reads_any_scale_byte_of_mxfp4(kernel):
     paged.check(paged.score(kernel, visible), visible)
 
 
+@pytest.mark.parametrize(("b", "heads", "page"), [(1, 64, 64), (1, 8, 128), (3, 32, 64)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_reads_scales_near_and_far_apart(kernel, b, heads, page):
+    """mxfp4 tiles whose keys all have scales within a factor of four, two where one key has not, and a query off the grid."""
+    paged = Paged("index_mxfp4", 2, b, heads, 500, page=page, octaves=0)
+    visible = torch.full((2, b), 500)
+    near = paged.score(kernel, visible)
+    others = torch.ones(2, b, 500, dtype=torch.bool)
+    for index, key in ((1, 17), (3, 40)):
+        paged.pool[paged.table[0, index].long(), 64 * page : 68 * page].view(page, 4)[key, 1] -= 5
+        others[0, :, index * page + key] = False
+    paged.keys = codec.unpack_pages(paged.layout, paged.pool[paged.table.flatten().long()], page).view(2, 512, 128)[:, :500]
+    scores = paged.score(kernel, visible)
+    paged.check(scores, visible)
+    assert torch.equal(scores[others], near[others])
+    paged.q[1] *= 1 + torch.rand(paged.q[1].shape, generator=torch.Generator().manual_seed(1))
+    paged.check(paged.score(kernel, visible), visible)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_zero_weights_and_zero_keys(kernel):
     paged = Paged("index_fp8", 1, 1, 8, 64)
@@ -243,6 +274,19 @@ def test_kernel_at_real_sizes(kernel, name, n, b, heads, entries):
     visible = torch.randint(0, entries + 1, (n, b)).sort(1).values
     visible[0, -1] = entries
     paged.check(paged.score(kernel, visible, out=torch.full((n, b, entries), torch.nan)), visible)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("name", ["index_fp8", "index_mxfp4"])
+@pytest.mark.parametrize("heads", [32, 64])
+def test_hopper_scores_near_scales_alone_with_the_same_bits(name, heads):
+    """A query with others of its sequence, and by itself."""
+    paged = Paged(name, 2, 3, heads, 300, octaves=0)
+    visible = torch.full((2, 3), 300)
+    every = paged.score(gluon, visible)
+    paged.q, paged.weights = paged.q[:, -1:].contiguous(), paged.weights[:, -1:].contiguous()
+    assert torch.equal(paged.score(gluon, visible[:, -1:]), every[:, -1:])
 
 
 @pytest.mark.gpu

@@ -1,20 +1,32 @@
 # mypy: allow-untyped-defs
-"""Index scores on Hopper: keys go from memory into registers, are widened there, and meet the queries in a warpgroup product.
+"""Index scores on Hopper: one warp brings keys into shared memory, four widen them in registers and multiply them with the queries.
 
 The order of the 128 dimensions does not matter to a dot product, so each thread takes 16-byte pieces of a key as they lie in memory,
 calls them the elements that the instruction expects of it, and the queries are stored in that order.
+
+index_fp8 is widened to fp16. index_mxfp4 becomes integers of 8 bits, whose products have twice the rate and exact sums, where the
+scales of every key in two tiles are within a factor of four; a third role looks ahead for tiles that are not so, and those are widened to
+bf16, as are all keys of a query that is not on the grid of such keys itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv.layouts import Layout
@@ -24,6 +36,47 @@ from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check, multipro
 KEYS = gl.constexpr(KEYS_PER_TILE)
 DIM = gl.constexpr(128)
 WARP_KEYS = gl.constexpr(GROUP)  # of a tile, whose maximum is one of `maxima`
+LANES = gl.constexpr(
+    gl.DistributedLinearLayout([], [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 8, 4])
+)  # [warp, 8, lane]: a number per thread
+BEST = gl.constexpr(gl.DistributedLinearLayout([], [[0, 0], [0, 1], [0, 0], [0, 0], [0, 0]], [[1, 0], [2, 0]], [], [4, 2]))
+
+
+class Work(NamedTuple):
+    """What tells a role which tiles there are; of the kernel's arguments."""
+
+    visible: Any
+    num_rows: Any
+    b: Any
+    num_entries: Any
+
+
+class Ring(NamedTuple):
+    """Shared memory for tiles, [STAGES * tiles of a stage, ...], and what tells the state of stages, [STAGES, 1]."""
+
+    words: Any  # of keys
+    factors: Any  # as they lie in pages: scales of keys
+    full: Any
+    empty: Any
+    largest: Any  # here and below for products in int8 only: of a key's scales
+    units: Any
+    wide: Any  # not 0 if a stage's scales are too wide apart
+    checked: Any  # those three are there; `full` where there are none
+
+
+class Queries(NamedTuple):
+    """Queries in shared memory, for one kind of product."""
+
+    q: Any  # [QUERIES, HEADS, DIM]
+    weights: Any  # [QUERIES, 4, HEADS / 4]
+    offsets: Any  # [HEADS / 8, 4, 2, 2] for int8
+
+
+class Output(NamedTuple):
+    scores: Any
+    stride: Any
+    maxima: Any
+    maxima_stride: Any
 
 
 @gluon.jit
@@ -32,71 +85,63 @@ def _add(a, b):
 
 
 @gluon.jit
-def _page(pages, tile, end, TILES: gl.constexpr):
-    """The page of a tile; page 0, whose keys nobody looks at, for tiles from `end` on."""
-    return gl.load(pages + tile // TILES, mask=tile < end, other=0)
-
-
-@gluon.jit
-def _prefetch_bytes(start, count: gl.constexpr, page):
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred wanted;
-        setp.ge.s32 wanted, $2, 0;
-        @wanted cp.async.bulk.prefetch.L2.global [$1], $3;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r,r",
-        [start, page, count],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _uniform(x):
+    """The same number, of which the compiler then knows that all lanes have it: loops and addresses need fewer registers."""
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _row_at(ends, tile, total):
     """The row of a tile of all rows, and where it begins and ends among them."""
     before = ends <= tile
-    return gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, ends, 0), 0), gl.min(gl.where(before, total, ends), 0)
+    row, begin = gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, ends, 0), 0)
+    return _uniform(row), _uniform(begin), _uniform(gl.min(gl.where(before, total, ends), 0))
 
 
 @gluon.jit
-def _coming(pages, tile, mine, end, TILES: gl.constexpr):
-    """The page of the tile that each thread is to prefetch, -1 for none."""
-    return gl.load(pages + tile // TILES, mask=mine & (tile < end), other=-1)
+def _load_words(shared):
+    """Words [64, KEY_WORDS] of a tile's keys, 16 bytes per load: a lane has one or two neighbouring pieces of two keys.
+
+    `shared` [1, KEY_WORDS, 32] has rows of 128 bytes, of one or two keys: the copy engine is slow with shorter ones.
+    """
+    KEY_WORDS: gl.constexpr = shared.shape[1] // 2
+    ONE: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0]],
+        [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 16, 0], [0, 32, 0]],
+        [],
+        [1, 64, 32],
+    )
+    TWO: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 4, 0]],
+        [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]],
+        [[0, 8, 0], [0, 16, 0]],
+        [],
+        [1, 32, 32],
+    )
+    return gl.reshape(shared.load(ONE if KEY_WORDS == 32 else TWO), (KEYS, KEY_WORDS))
 
 
 @gluon.jit
-def _prefetch(pool, page, tile, PAGE_WORDS: gl.constexpr, KEY_WORDS: gl.constexpr, TILES: gl.constexpr):
-    """Brings tiles of keys into the L2: each thread the one of its `page`, if that is not -1."""
-    start = pool.to(gl.int64) + page.to(gl.int64) * (4 * PAGE_WORDS)
-    part = tile % TILES * KEYS
-    if TILES == 1:
-        _prefetch_bytes(start, KEYS * (KEY_WORDS + 1) * 4, page)
-    else:
-        _prefetch_bytes(start + part * (KEY_WORDS * 4), KEYS * KEY_WORDS * 4, page)
-        _prefetch_bytes(start + TILES * KEYS * KEY_WORDS * 4 + part * 4, KEYS * 4, page)
+def _load_scales(shared):
+    """fp32 scales [warp, 8, lane] of the keys whose scores lanes hold in the end."""
+    OWN: gl.constexpr = gl.DistributedLinearLayout([], [[0, 8], [0, 0], [0, 1], [0, 2], [0, 4]], [[0, 16], [0, 32]], [], [1, 64])
+    WIDE: gl.constexpr = gl.DistributedLinearLayout(
+        [], [[0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]], [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 8, 2, 2]
+    )
+    scales = gl.permute(gl.reshape(shared.load(OWN).to(gl.float32, bitcast=True), (4, 2, 8)), (0, 2, 1))
+    scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(2, WIDE), assert_trivial=True), 2)
+    scales = gl.broadcast(scales, gl.zeros([4, 8, 2, 2], gl.float32, WIDE))[0]
+    return gl.convert_layout(gl.reshape(scales, (4, 8, 4)), LANES, assert_trivial=True)
 
 
 @gluon.jit
-def _load_keys(pieces, page, tile, PAGE_WORDS: gl.constexpr, KEY_WORDS: gl.constexpr, TILES: gl.constexpr):
-    """Words [64, KEY_WORDS] of a tile's keys, 16 bytes per load and thread."""
-    first = pieces + page.to(gl.int64) * PAGE_WORDS + tile % TILES * (KEYS * KEY_WORDS)
-    below = first + 8 * KEY_WORDS
-    if KEY_WORDS == 32:
-        both = gl.join(gl.join(gl.load(first), gl.load(below)), gl.join(gl.load(first + 16), gl.load(below + 16)))
-        words = gl.permute(both, (0, 4, 1, 5, 2, 3))  # [warp, half of its keys, key, half of the key, lane, word]
-    else:
-        words = gl.permute(gl.join(gl.load(first), gl.load(below)), (0, 4, 1, 2, 3))
-    return gl.reshape(words, (KEYS, KEY_WORDS))
-
-
-@gluon.jit
-def _load_exponents(lanes, page, tile, PAGE_WORDS: gl.constexpr, KEY_WORDS: gl.constexpr, TILES: gl.constexpr):
-    """Scale bytes [64, 4] of a tile of mxfp4 keys: each thread has those of the pieces that it loads."""
-    first = lanes + page.to(gl.int64) * (4 * PAGE_WORDS) + tile % TILES * (KEYS * 4)
-    return gl.reshape(gl.permute(gl.join(gl.load(first), gl.load(first + 32)), (0, 3, 1, 2)), (KEYS, 4))
+def _load_bytes(shared):
+    """Bytes [64, 4] of a tile of mxfp4 keys: each thread has those of the pieces that it loads."""
+    PIECES: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+    return shared._reinterpret(gl.uint8, [KEYS, 4], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])).load(PIECES)
 
 
 @gluon.jit
@@ -118,8 +163,8 @@ def _widen_fp8(words, MMA: gl.constexpr):
         is_pure=True,
         pack=1,
     )
-    both = gl.join(gl.join(a, b), gl.join(c, d))  # [64, half and lane and word, element, pair]
-    both = gl.permute(gl.reshape(both, (64, 2, 4, 4, 2, 2)), (0, 1, 3, 5, 2, 4))
+    both = gl.join(gl.join(a, b), gl.join(c, d))  # [64, lane and half and word, element, pair]
+    both = gl.permute(gl.reshape(both, (64, 4, 2, 4, 2, 2)), (0, 2, 3, 5, 1, 4))
     return gl.convert_layout(gl.reshape(both, (64, 128)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
@@ -159,6 +204,44 @@ def _widen_mxfp4(words, exponents, MMA: gl.constexpr):
 
 
 @gluon.jit
+def _widen_to_int8(words, unit, MMA: gl.constexpr):
+    """e2m1 in words [64, 16] -> int8 [64, 128], 64 plus twice `unit` [64, 4] times the value, the left operand of a product.
+
+    A byte permutation looks up four nibbles at once: in a table for positive values, where negative nibbles find 0, and, with signs
+    turned, in a table for negative values, where positive ones find 0.
+    """
+    words = gl.reshape(words, (64, 4, 4))
+    unit = gl.expand_dims(gl.convert_layout(unit.to(gl.int32), gl.SliceLayout(2, words.type.layout), assert_trivial=True), 2)
+    small, large = unit * 0x03020100, unit * 0x0C080604  # twice 0, 0.5, 1, 1.5 and 2, 3, 4, 6
+    low, high = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 turned, top, positive, negative;
+        xor.b32 turned, $2, 0x88888888;
+        prmt.b32 positive, $3, $4, $2;
+        prmt.b32 negative, $5, $6, turned;
+        add.u32 $0, positive, negative;
+        shr.u32 top, $2, 16;
+        shr.u32 turned, turned, 16;
+        prmt.b32 positive, $3, $4, top;
+        prmt.b32 negative, $5, $6, turned;
+        add.u32 $1, positive, negative;
+        }""",
+        "=&r,=&r,r,r,r,r,r",
+        [words, 0x40404040 + small, 0x40404040 + large, 0x40404040 - small, 0x40404040 - large],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    four = gl.join(low, high)  # [64, lane, word, half], four values each
+    four = gl.join(four, four)
+    values = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r,r,r", [gl.join(four, four)], dtype=gl.int8, is_pure=True, pack=4
+    )
+    values = gl.permute(values, (0, 2, 3, 1, 4, 5))
+    return gl.convert_layout(gl.reshape(values, (64, 128)), gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
+
+
+@gluon.jit
 def _load_query(q, live, HEADS: gl.constexpr):
     QUERY: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))[:, None]
@@ -166,58 +249,102 @@ def _load_query(q, live, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _store_query(values, shared, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
-    """One query [HEADS, DIM] into shared memory, in the keys' order of dimensions."""
-    if LAYOUT == "index_fp8":
+def _store_by_lane(values, shared, HEADS: gl.constexpr):
+    """A number per head, [4, HEADS / 4]: those of the heads whose dot products a thread holds, side by side."""
+    shared.store(gl.reshape(gl.permute(gl.reshape(values, (HEADS // 8, 4, 2)), (1, 0, 2)), (4, HEADS // 4)))
+
+
+@gluon.jit
+def _store_query(values, weights, to, j: gl.constexpr, HEADS: gl.constexpr):
+    """One query [HEADS, DIM] into shared memory, in the keys' order of dimensions, and half of its weights."""
+    if to.q.dtype == gl.float16:
         values = values.to(gl.float8e4nv, bitcast=True).to(gl.float16)
-        # dimension: half, lane, word, pair, element; place in the product: half, word, pair, lane, element
-        values = gl.permute(gl.reshape(values, (HEADS, 2, 4, 4, 2, 2)), (0, 1, 3, 4, 2, 5))
+        # dimension: lane, half, word, pair, element; place in the product: half, word, pair, lane, element
+        values = gl.permute(gl.reshape(values, (HEADS, 4, 2, 4, 2, 2)), (0, 2, 3, 4, 1, 5))
     else:
         values = (values.to(gl.float32) * 9223372036854775808.0).to(gl.bfloat16)  # 2^63, which the keys lack
         # dimension: lane, word, high bit of the nibble, other bits; place: word, other bits, lane, high bit
         values = gl.permute(gl.reshape(values, (HEADS, 4, 4, 2, 4)), (0, 2, 4, 1, 3))
-    shared.store(gl.reshape(values, (HEADS, DIM)))
+    to.q.index(j).store(gl.reshape(values, (HEADS, DIM)))
+    w = gl.load(weights + gl.arange(0, HEADS, gl.BlockedLayout([1], [32], [4], [0])))
+    _store_by_lane(0.5 * w, to.weights.index(j), HEADS)
 
 
 @gluon.jit
-def _store_weights(weights, shared, HEADS: gl.constexpr):
-    """Half of a query's weights, [4, HEADS / 4]: those of the heads whose dot products a thread holds, side by side."""
-    halves = 0.5 * gl.load(weights + gl.arange(0, HEADS, gl.BlockedLayout([1], [32], [4], [0])))
-    shared.store(gl.reshape(gl.permute(gl.reshape(halves, (HEADS // 8, 4, 2)), (1, 0, 2)), (4, HEADS // 4)))
+def _store_query_in_int8(values, weights, to, HEADS: gl.constexpr):
+    """One query [HEADS, DIM] times a power of two per head, which the weights take over; and 1 if that is inexact, else 0.
+
+    2^90 in the weights keeps sums of 2^-149 times whole numbers normal; the keys' scales have the 2^56 that is missing then, with 2^3
+    of `_widen_to_int8`.
+    """
+    values = values.to(gl.float32)
+    exponent = gl.max(gl.abs(values), 1).to(gl.int32, bitcast=True) >> 23
+    exponent = gl.minimum(gl.maximum(exponent, 20), 160)
+    scaled = values * gl.expand_dims(((260 - exponent) << 23).to(gl.float32, bitcast=True), 1)  # the largest is 64 to 127
+    whole = scaled.to(gl.int32).to(gl.int8)
+    inexact = gl.max(gl.max((whole.to(gl.float32) != scaled).to(gl.int32), 1), 0)
+    # dimension: lane, word, half, nibble; place: word, half, lane, nibble
+    to.q.index(0).store(gl.reshape(gl.permute(gl.reshape(whole, (HEADS, 4, 4, 2, 4)), (0, 2, 3, 1, 4)), (HEADS, DIM)))
+    offset = -64 * gl.sum(whole.to(gl.int32), 1)
+    to.offsets.store(gl.permute(gl.reshape(gl.join(offset, offset), (HEADS // 8, 4, 2, 2)), (0, 1, 3, 2)))
+    w = gl.load(weights + gl.arange(0, HEADS, exponent.type.layout))
+    power = ((exponent + 84) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 133 + 90)
+    _store_by_lane(w * power, to.weights.index(0), HEADS)
+    return inexact
+
+
+@gluon.constexpr_function
+def _accumulator(heads):
+    """Dot products [warp, half of its keys, key, 8 heads, lane, head] as a warpgroup product leaves them."""
+    blocks = heads // 8
+    registers = [[0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0]] + [[0, 0, 0, 1 << i, 0, 0] for i in range(blocks.bit_length() - 1)]
+    lanes = [[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 2, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0], [0, 0, 4, 0, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]], [], [4, 2, 8, blocks, 4, 2])
 
 
 @gluon.jit
-def _load_tile(pieces, lanes, page, tile, PAGE_WORDS: gl.constexpr, KEY_WORDS: gl.constexpr, TILES: gl.constexpr):
-    """Words of a tile's keys and, for mxfp4, scale bytes."""
-    words = _load_keys(pieces, page, tile, PAGE_WORDS, KEY_WORDS, TILES)
-    if KEY_WORDS == 32:
-        scale = gl.load(lanes + page.to(gl.int64) * PAGE_WORDS + tile % TILES * KEYS)
-        return words, scale.to(gl.float32, bitcast=True)
+def _load_offsets(shared, HEADS: gl.constexpr, MMA: gl.constexpr):
+    """What accumulators [64, HEADS] begin with, so that the keys' 64 does not count."""
+    THREADS: gl.constexpr = _accumulator(HEADS)
+    offsets = shared.permute((2, 0, 1, 3)).load(gl.SliceLayout(0, gl.SliceLayout(2, THREADS)))
+    offsets = gl.expand_dims(gl.expand_dims(offsets, 0), 2)
+    offsets = gl.broadcast(offsets, gl.zeros([4, 2, 8, HEADS // 8, 4, 2], gl.int32, THREADS))[0]
+    return gl.convert_layout(gl.reshape(offsets, (KEYS, HEADS)), MMA, assert_trivial=True)
+
+
+@gluon.jit
+def _take(ring, place, queries, HEADS: gl.constexpr):
+    """A tile's keys, widened for a product with `queries`, and what scales their scores."""
+    MMA: gl.constexpr = _mma(HEADS, queries.q.dtype)
+    words = _load_words(ring.words.index(place))
+    if queries.q.dtype == gl.float16:
+        return _widen_fp8(words, MMA), _load_scales(ring.factors.index(place))
+    elif queries.q.dtype == gl.int8:
+        return _widen_to_int8(words, _load_bytes(ring.units.index(place)), MMA), _load_scales(ring.largest.index(place))
     else:
-        return words, _load_exponents(lanes, page, tile, PAGE_WORDS, KEY_WORDS, TILES)
+        return _widen_mxfp4(words, _load_bytes(ring.factors.index(place)), MMA), gl.full([4, 8, 4], 1.0, gl.float32, LANES)
 
 
 @gluon.jit
-def _widen(words, exponents, MMA: gl.constexpr):
-    if words.shape[1] == 32:
-        return _widen_fp8(words, MMA)
+def _multiply(keys, queries, j: gl.constexpr, HEADS: gl.constexpr):
+    MMA: gl.constexpr = _mma(HEADS, keys.dtype)
+    q = queries.q.index(j).permute((1, 0))
+    if keys.dtype == gl.int8:
+        return warpgroup_mma(keys, q, _load_offsets(queries.offsets, HEADS, MMA), is_async=True)
     else:
-        return _widen_mxfp4(words, exponents, MMA)
+        return warpgroup_mma(keys, q, gl.zeros([KEYS, HEADS], gl.float32, MMA), use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _multiply(keys, query, HEADS: gl.constexpr, MMA: gl.constexpr):
-    dots = gl.zeros([KEYS, HEADS], gl.float32, MMA)
-    return warpgroup_mma(keys, query.permute((1, 0)), dots, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _lane_sums(dots, w_shared, HEADS: gl.constexpr, LANES: gl.constexpr):
+def _lane_sums(dots, weights, HEADS: gl.constexpr):
     """What each thread holds of its two keys' sums over heads, fp32 [warp, 8, lane] each."""
-    # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
-    terms = gl.permute(gl.reshape(dots + gl.abs(dots), (KEYS, HEADS // 8, 4, 2)), (0, 2, 1, 3))
-    terms = gl.reshape(terms, (KEYS, 4, HEADS // 4))
-    w = w_shared.load(gl.SliceLayout(0, terms.type.layout))
+    if dots.dtype == gl.int32:
+        terms = gl.maximum(dots, 0).to(gl.float32, bitcast=True)  # the bits of a small whole number are 2^-149 times it
+    else:
+        # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
+        terms = dots + gl.abs(dots)
+    terms = gl.reshape(gl.permute(gl.reshape(terms, (KEYS, HEADS // 8, 4, 2)), (0, 2, 1, 3)), (KEYS, 4, HEADS // 4))
+    w = weights.load(gl.SliceLayout(0, terms.type.layout))
     sums = gl.sum(terms * gl.expand_dims(w, 0), 2)
     low, high = gl.split(gl.permute(gl.reshape(sums, (4, 2, 8, 4)), (0, 2, 3, 1)))
     return gl.convert_layout(low, LANES, assert_trivial=True), gl.convert_layout(high, LANES, assert_trivial=True)
@@ -232,8 +359,9 @@ def _from_lane(values, distance: gl.constexpr):
 
 
 @gluon.jit
-def _add_lanes(low_a, high_a, low_b, high_b, lane):
+def _add_lanes(low_a, high_a, low_b, high_b):
     """Sums over the four lanes that share keys; each lane gets one: 0 and 1 those of the first two arguments, 2 and 3 of the others."""
+    _, _, lane = _places()
     second = (lane & 2) != 0
     low = gl.where(second, low_b, low_a) + _from_lane(gl.where(second, low_a, low_b), 2)
     high = gl.where(second, high_b, high_a) + _from_lane(gl.where(second, high_a, high_b), 2)
@@ -242,25 +370,282 @@ def _add_lanes(low_a, high_a, low_b, high_b, lane):
 
 
 @gluon.jit
-def _reach(visible, j, queries, num_entries):
-    return gl.minimum(gl.load(visible + j, mask=j < queries, other=0), num_entries)
+def _places():
+    """The numbers of warp [4, 1, 1], key [1, 8, 1] and lane [1, 1, 4]."""
+    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))[:, None, None]
+    key = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))[None, :, None]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
+    return warp, key, lane
 
 
 @gluon.jit
-def _store(scores, out, best_out, entry, group, reach, group_reach, MAXIMA: gl.constexpr, BEST: gl.constexpr):
-    """scores [warp, 8, lane] below `reach`, and the maxima [warp, 2] of a warp's 16 in lanes 0 and 1, and in lanes 2 and 3."""
-    gl.store(out, scores, mask=entry < reach)
+def _items(first, second):
+    """In lanes 0 and 1 the first, in 2 and 3 the second; the same for maxima; and the key of a tile whose score a lane holds."""
+    warp, key, lane = _places()
+    best = gl.arange(0, 2, gl.SliceLayout(0, BEST))[None, :]
+    own = warp * 16 + key + (lane & 1) * 8
+    return gl.where(lane < 2, first, second), gl.where(best == 0, first, second), own
+
+
+@gluon.jit
+def _store(scores, to, row, best_row, tile, best_tile, reach, best_reach, MAXIMA: gl.constexpr):
+    """scores [warp, 8, lane] of a tile below `reach`, and the maxima [warp, 2] of a warp's 16 in lanes 0 and 1, and in lanes 2 and 3."""
+    _, _, own = _items(0, 0)
+    entry = tile * KEYS + own
+    gl.store(to.scores + row * to.stride + entry, scores, mask=entry < reach)
     if MAXIMA:
         seen = gl.reshape(gl.where(entry < reach, scores, -float("inf")), (4, 8, 2, 2))
         best = gl.max(gl.max(seen, 3), 1)  # one after the other: lanes of one reduction must lie side by side
-        gl.store(best_out, gl.convert_layout(best, BEST, assert_trivial=True), mask=group * WARP_KEYS < group_reach)
+        group = best_tile * (KEYS // WARP_KEYS) + gl.arange(0, 4, gl.SliceLayout(1, BEST))[:, None]
+        best = gl.convert_layout(best, BEST, assert_trivial=True)
+        gl.store(to.maxima + best_row * to.maxima_stride + group, best, mask=group * WARP_KEYS < best_reach)
+
+
+@gluon.jit
+def _wait(barriers, n):
+    """For the n-th use of the stages of a ring."""
+    STAGES: gl.constexpr = barriers.shape[0]
+    mbarrier.wait(barriers.index(n & (STAGES - 1)), ((n & STAGES) != 0).to(gl.int32))
+
+
+@gluon.jit
+def _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """One query and the two tiles of a stage. A positive scale passes the relu."""
+    keys, scale_a = _take(ring, 2 * stage, queries, HEADS)
+    dots = _multiply(keys, queries, 0, HEADS)
+    keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(stage))
+    dots = warpgroup_mma_wait(0, deps=(dots,))
+    low_a, high_a = _lane_sums(dots, queries.weights.index(0), HEADS)
+    dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
+    low_b, high_b = _lane_sums(dots, queries.weights.index(0), HEADS)
+    _, _, lane = _places()
+    scores = _add_lanes(low_a, high_a, low_b, high_b) * gl.where(lane < 2, scale_a, scale_b)
+    of_lane, of_best, _ = _items(tile, tile + 1)
+    _store(scores, to, query, query, of_lane, of_best, reach, reach, MAXIMA)
+
+
+@gluon.jit
+def _score_queries(ring, stage, queries, to, query, tile, work, count, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """Several queries, `count` of which are real, and the tile of a stage."""
+    QUERIES: gl.constexpr = queries.q.shape[0]
+    keys, scale = _take(ring, stage, queries, HEADS)
+    dots = _multiply(keys, queries, 0, HEADS)
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(stage))
+    for j in gl.static_range(0, QUERIES, 2):
+        next_dots = _multiply(keys, queries, j + 1, HEADS)
+        dots = warpgroup_mma_wait(1, deps=(dots,))
+        low_a, high_a = _lane_sums(dots, queries.weights.index(j), HEADS)
+        if j + 2 < QUERIES:
+            dots = _multiply(keys, queries, j + 2, HEADS)
+            next_dots = warpgroup_mma_wait(1, deps=(next_dots,))
+        else:
+            next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
+        low_b, high_b = _lane_sums(next_dots, queries.weights.index(j + 1), HEADS)
+        scores = _add_lanes(low_a, high_a, low_b, high_b) * scale
+        of_lane, of_best, _ = _items(j, j + 1)
+        reach = gl.minimum(gl.load(work.visible + query + of_lane, mask=of_lane < count, other=0), work.num_entries)
+        best_reach = gl.minimum(gl.load(work.visible + query + of_best, mask=of_best < count, other=0), work.num_entries)
+        _store(scores, to, query + of_lane, query + of_best, tile, tile, reach, best_reach, MAXIMA)
+
+
+@gluon.jit
+def _is_wide(ring, stage):
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(ring.wide.index(stage).load(FLAG), 0)
+
+
+@gluon.jit
+def _shares(work, QUERIES: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Where every row's tiles end among those of all rows, how many there are, and this program's first and end."""
+    COUNTS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    rows = gl.arange(0, ROWS, COUNTS)
+    if QUERIES == 1:
+        seen = gl.load(work.visible + rows, mask=rows < work.num_rows, other=0)
+    else:
+        blocks = (work.b + QUERIES - 1) // QUERIES
+        seen = gl.zeros([ROWS], gl.int32, COUNTS)
+        for j in gl.static_range(QUERIES):
+            of_row = rows % blocks * QUERIES + j
+            inside = (rows < work.num_rows) & (of_row < work.b)
+            seen = gl.maximum(seen, gl.load(work.visible + rows // blocks * work.b + of_row, mask=inside, other=0))
+    tiles = (gl.minimum(seen, work.num_entries) + KEYS - 1) // KEYS
+    ends = gl.associative_scan(tiles, 0, _add)
+    total = gl.sum(tiles, 0)
+    share = total // gl.num_programs(0)
+    rest = total - share * gl.num_programs(0)
+    begin = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
+    return ends, total, _uniform(begin), _uniform(begin + share + (gl.program_id(0) < rest).to(gl.int32))
+
+
+@gluon.jit
+def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr):
+    """The role of one warp: this program's tiles into the ring."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    ITEMS: gl.constexpr = ring.words.shape[0] // STAGES
+    gdc_wait()  # launched while the kernel before may still run
+    ends, total, begin, end = _shares(work, QUERIES, ROWS, 1)
+    blocks = (work.b + QUERIES - 1) // QUERIES
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    n = 0
+    while begin < end:
+        row, row_begin, row_end = _row_at(ends, begin, total)
+        stop = gl.minimum(end, row_end)
+        first, last = begin - row_begin, stop - row_begin
+        table = page_table + (row // blocks).to(gl.int64) * table_stride
+        for group in range(first, last, 32):
+            pages = gl.load(table + (group + lane) // TILES, mask=group + lane < last, other=0)
+            for i in range(0, gl.minimum(last - group, 32), ITEMS):
+                _wait(ring.empty, n + STAGES)  # so that all stages are empty at first
+                stage = n & (STAGES - 1)
+                full = ring.full.index(stage)
+                mbarrier.expect(full, ITEMS * (ring.words.shape[2] * ring.words.shape[3] + ring.factors.shape[2]) * 4)
+                for item in gl.static_range(ITEMS):
+                    tile = gl.minimum(i + item, last - group - 1)  # a last tile without a second comes twice
+                    page = gl.sum(gl.where(lane == tile, pages, 0), 0)
+                    part = (group + tile) % TILES
+                    place = stage * ITEMS + item
+                    tma.async_copy_global_to_shared(keys, [page, part * ring.words.shape[2], 0], full, ring.words.index(place))
+                    tma.async_copy_global_to_shared(scales, [page, part * KEYS], full, ring.factors.index(place))
+                n += 1
+        begin = stop
+
+
+@gluon.jit
+def _look_ahead(work, ring, ROWS: gl.constexpr):
+    """The role of another warp: what products in int8 need of the scales, and whether a key's are more than a factor of four apart."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    gdc_wait()
+    ends, total, begin, end = _shares(work, 1, ROWS, 1)
+    n = 0
+    while begin < end:
+        _, _, row_end = _row_at(ends, begin, total)
+        stop = gl.minimum(end, row_end)
+        for _ in range(begin, stop, 2):
+            _wait(ring.full, n)
+            stage = n & (STAGES - 1)
+            wide = _prepare(ring, 2 * stage) | _prepare(ring, 2 * stage + 1)
+            ring.wide.index(stage).store(gl.zeros([1], gl.int32, FLAG) + wide)
+            gl.thread_barrier()
+            mbarrier.arrive(ring.checked.index(stage))
+            n += 1
+        begin = stop
+
+
+@gluon.jit
+def _prepare(ring, place):
+    """Of a tile's keys: the largest scale times 2^56, and for each of four scales 4, 2 or 1 where it is that, a half, a quarter of it.
+
+    Returns:
+        Not 0 if a scale is less still.
+    """
+    PAIRS: gl.constexpr = gl.DistributedLinearLayout([[0, 1]], [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]], [], [], [1, 64])
+    largest, units, missing = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 even, odd, most, below, unit;
+        and.b32 even, $3, 0x00ff00ff;
+        shr.u32 odd, $3, 8;
+        and.b32 odd, odd, 0x00ff00ff;
+        max.u16x2 most, even, odd;
+        prmt.b32 below, most, most, 0x1032;
+        max.u16x2 most, most, below;
+        sub.u32 even, most, even;
+        sub.u32 odd, most, odd;
+        shl.b32 $0, most, 23;
+        add.u32 $0, $0, 0x1c000000;
+        and.b32 below, even, 0xffff;
+        shr.u32 $1, 4, below;
+        and.b32 below, odd, 0xffff;
+        shr.u32 unit, 4, below;
+        shl.b32 unit, unit, 8;
+        or.b32 $1, $1, unit;
+        shr.u32 below, even, 16;
+        shr.u32 unit, 4, below;
+        shl.b32 unit, unit, 16;
+        or.b32 $1, $1, unit;
+        shr.u32 below, odd, 16;
+        shr.u32 unit, 4, below;
+        shl.b32 unit, unit, 24;
+        or.b32 $1, $1, unit;
+        sub.u32 $2, $1, 0x01010101;
+        lop3.b32 $2, $2, $1, 0x80808080, 0x20;
+        }""",
+        "=&r,=&r,=&r,r",
+        [ring.factors.index(place).load(PAIRS)],
+        dtype=(gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    ring.largest.index(place).store(largest)
+    ring.units.index(place).store(units)
+    return gl.max(gl.reshape((missing != 0).to(gl.int32), (KEYS,)), 0)
+
+
+@gluon.jit
+def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, ROWS: gl.constexpr, MAXIMA: gl.constexpr):
+    """The role of four warps: scores of this program's tiles."""
+    QUERIES: gl.constexpr = queries.q.shape[0]
+    MIXED: gl.constexpr = queries.q.dtype == gl.int8
+    STAGES: gl.constexpr = ring.full.shape[0]
+    gdc_wait()
+    gdc_launch_dependents()  # what follows waits for this kernel's end by itself
+    ends, total, begin, end = _shares(work, QUERIES, ROWS, 4)
+    blocks = (work.b + QUERIES - 1) // QUERIES
+    n = 0
+    while begin < end:
+        row, row_begin, row_end = _row_at(ends, begin, total)
+        stop = gl.minimum(end, row_end)
+        first, last = begin - row_begin, stop - row_begin
+        begin = stop
+        query = (row // blocks * work.b + row % blocks * QUERIES).to(gl.int64)
+        count = gl.minimum(work.b - row % blocks * QUERIES, QUERIES)
+        inexact = 0
+        precise_is_there = False
+        gl.thread_barrier()
+        for j in gl.static_range(QUERIES):
+            values = _load_query(q + (query + j) * (HEADS * DIM), j < count, HEADS)
+            of_query = weights + (query + gl.minimum(j, count - 1)) * HEADS
+            if MIXED:
+                inexact = _store_query_in_int8(values, of_query, queries, HEADS)
+            else:
+                _store_query(values, of_query, queries, j, HEADS)
+        fence_async_shared()
+        gl.thread_barrier()
+        reach = gl.minimum(gl.minimum(gl.load(work.visible + query), work.num_entries), last * KEYS)
+        if QUERIES == 1:
+            for tile in range(first, last, 2):
+                _wait(ring.checked, n)
+                stage = n & (STAGES - 1)
+                n += 1
+                if MIXED:
+                    if (inexact | _is_wide(ring, stage)) != 0:
+                        if not precise_is_there:
+                            values = _load_query(q + query * (HEADS * DIM), True, HEADS)
+                            _store_query(values, weights + query * HEADS, precise, 0, HEADS)
+                            fence_async_shared()
+                            gl.thread_barrier()
+                            precise_is_there = True
+                        _score_tiles(ring, stage, precise, to, query, tile, reach, HEADS, MAXIMA)
+                    else:
+                        _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS, MAXIMA)
+                else:
+                    _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS, MAXIMA)
+        else:
+            for tile in range(first, last):
+                _wait(ring.full, n)
+                _score_queries(ring, n & (STAGES - 1), queries, to, query, tile, work, count, HEADS, MAXIMA)
+                n += 1
 
 
 @gluon.jit
 def _index_score_kernel_sm90(
     q,  # [n, b, HEADS, DIM]: bytes of e4m3 for index_fp8, otherwise bf16
     weights,  # fp32 [n, b, HEADS]
-    pool,  # int32 words of pages
+    keys,  # int32 [pages, rows, 32]: rows of 128 bytes
+    scales,  # int32 [pages, TILES * KEYS]
     page_table,  # int32 [n, table_stride]
     visible,  # int32 [n, b]
     out,  # fp32 [n, b, out_stride]
@@ -276,175 +661,102 @@ def _index_score_kernel_sm90(
     QUERIES: gl.constexpr,
     ROWS: gl.constexpr,  # num_rows, rounded up to a power of two
     MAXIMA: gl.constexpr,
-    PAGE_WORDS: gl.constexpr,
     TILES: gl.constexpr,  # per page
-    AHEAD: gl.constexpr,  # tiles on their way to the L2
+    STAGES: gl.constexpr,
 ):
     """A row of work is QUERIES queries of a sequence against its pages; programs take equal shares of all rows' tiles."""
-    gdc_wait()  # launched while the kernel before may still run
-    gdc_launch_dependents()  # what follows waits for this kernel's end by itself
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
-    COUNTS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    TYPE: gl.constexpr = gl.float16 if LAYOUT == "index_fp8" else gl.bfloat16
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], TYPE)
-    q_shared = gl.allocate_shared_memory(TYPE, [QUERIES, HEADS, DIM], SHARED)
-    # A warp has 16 keys of a tile: lane l holds pieces l % 4 (+ 4) of 16 bytes of keys l / 4 and l / 4 + 8.
-    PIECES: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 2]],
-        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
-        [[1, 0, 0, 0], [2, 0, 0, 0]],
-        [],
-        [4, 8, 4, 4],
-    )
-    LANES: gl.constexpr = gl.SliceLayout(3, PIECES)
-    BEST: gl.constexpr = gl.DistributedLinearLayout([], [[0, 0], [0, 1], [0, 0], [0, 0], [0, 0]], [[1, 0], [2, 0]], [], [4, 2])
+    FP4: gl.constexpr = LAYOUT == "index_mxfp4"
+    MIXED: gl.constexpr = FP4 and QUERIES == 1
     # Swizzled: with 64 heads the four rows of 64 bytes would meet in the same banks.
     WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(4 if HEADS > 8 else 2, 2, 2 if HEADS == 64 else 1, order=[1, 0])
+    WIDE: gl.constexpr = gl.bfloat16 if FP4 else gl.float16
+    ITEMS: gl.constexpr = 2 if QUERIES == 1 else 1  # tiles of a stage
+    words = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS // 2 if FP4 else KEYS, 32], keys.layout)
+    factors = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], scales.layout)
+    full, empty = _barriers(STAGES), _barriers(STAGES)
+    q_shared = gl.allocate_shared_memory(WIDE, [QUERIES, HEADS, DIM], gl.NVMMASharedLayout.get_default_for([HEADS, DIM], WIDE))
     w_shared = gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS)
-    KEY_WORDS: gl.constexpr = 32 if LAYOUT == "index_fp8" else 16
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
-    of_eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))[None, :, None]
-    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))[:, None, None]
-    key = warp * 16 + of_eight
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, PIECES))))[None, None, None, :]
-    pieces = pool + gl.expand_dims(key * KEY_WORDS + lane * 4, 3) + word
-    # After the sums, lanes 0 and 1 hold keys `own` of one item, and lanes 2 and 3 those of another.
-    own = key + (lane & 1) * 8
-    if LAYOUT == "index_fp8":
-        lanes = pool + TILES * KEYS * KEY_WORDS + own
+    precise = Queries(q_shared, w_shared, w_shared)
+    if MIXED:
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+        SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], gl.int8)
+        largest = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
+        units = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
+        wide = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        ring = Ring(words, factors, full, empty, largest, units, wide, _barriers(STAGES))
+        queries = Queries(
+            gl.allocate_shared_memory(gl.int8, [QUERIES, HEADS, DIM], SHARED),
+            gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS),
+            gl.allocate_shared_memory(gl.int32, [HEADS // 8, 4, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, order=[3, 2, 1, 0])),
+        )
     else:
-        lanes = pool.to(gl.pointer_type(gl.uint8), bitcast=True) + TILES * KEYS * KEY_WORDS * 4 + key * 4 + lane
-    item = lane >> 1
-    ITEMS: gl.constexpr = 2 if QUERIES == 1 else 1  # tiles of a pass
-    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    best_warp = gl.arange(0, 4, gl.SliceLayout(1, BEST))[:, None]
-    best_item = gl.arange(0, 2, gl.SliceLayout(0, BEST))[None, :]
+        ring = Ring(words, factors, full, empty, factors, factors, factors, full)
+        queries = precise
+    work = Work(visible, num_rows, b, num_entries)
+    to = Output(out, out_stride, maxima, maxima_stride)
+    if MIXED:
+        gl.warp_specialize(
+            [
+                (_score, (work, q, weights, to, ring, queries, precise, HEADS, ROWS, MAXIMA)),
+                (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, ROWS, TILES)),
+                (_look_ahead, (work, ring, ROWS)),
+            ],
+            [1, 1],
+            [24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_score, (work, q, weights, to, ring, queries, precise, HEADS, ROWS, MAXIMA)),
+                (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, ROWS, TILES)),
+            ],
+            [1],
+            [24],
+        )
 
-    rows = gl.arange(0, ROWS, COUNTS)
-    blocks = (b + QUERIES - 1) // QUERIES
-    seen = gl.zeros([ROWS], gl.int32, COUNTS)
-    for j in gl.static_range(QUERIES):
-        of_row = rows % blocks * QUERIES + j
-        inside = (rows < num_rows) & (of_row < b)
-        seen = gl.maximum(seen, gl.load(visible + rows // blocks * b + of_row, mask=inside, other=0))
-    tiles = (gl.minimum(seen, num_entries) + KEYS - 1) // KEYS
-    ends = gl.associative_scan(tiles, 0, _add)
-    total = gl.sum(tiles, 0)
-    share = total // gl.num_programs(0)
-    rest = total % gl.num_programs(0)
-    begin = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
-    end = begin + share + (gl.program_id(0) < rest).to(gl.int32)
-    while begin < end:
-        row, row_begin, row_end = _row_at(ends, begin, total)
-        stop = gl.minimum(end, row_end)
-        first, last = begin - row_begin, stop - row_begin
-        begin = stop
-        sequence = row // blocks
-        # The query is on its way before the pages are known: one latency less.
-        query = (sequence * b + row % blocks * QUERIES).to(gl.int64)
-        queries = gl.minimum(b - row % blocks * QUERIES, QUERIES)
-        values = _load_query(q + query * (HEADS * DIM), True, HEADS)
-        pages = page_table + sequence.to(gl.int64) * table_stride
-        # Pages of the tiles that a thread brings into the L2: all of the first ones at once, then as many as a pass takes.
-        coming = _coming(pages, first + thread, thread < AHEAD, last, TILES)
-        _prefetch(pool, coming, first + thread, PAGE_WORDS, KEY_WORDS, TILES)
-        coming = _coming(pages, first + AHEAD + thread, thread < ITEMS, last, TILES)
-        if QUERIES == 1 and stop < end:  # the first tiles of the row after, too; with more queries a row is long
-            next_row, next_begin, next_end = _row_at(ends, stop, total)
-            next_pages = page_table + (next_row // blocks).to(gl.int64) * table_stride
-            next_page = _coming(next_pages, thread, thread < AHEAD, gl.minimum(end, next_end) - next_begin, TILES)
-            _prefetch(pool, next_page, thread, PAGE_WORDS, KEY_WORDS, TILES)
-        words, scales = _load_tile(pieces, lanes, _page(pages, first, last, TILES), first, PAGE_WORDS, KEY_WORDS, TILES)
-        page_b, page_a = _page(pages, first + 1, last, TILES), _page(pages, first + 2, last, TILES)
 
-        gl.thread_barrier()
-        _store_weights(weights + query * HEADS, w_shared.index(0), HEADS)
-        _store_query(values, q_shared.index(0), HEADS, LAYOUT)
-        for j in gl.static_range(1, QUERIES):
-            values = _load_query(q + (query + j) * (HEADS * DIM), j < queries, HEADS)
-            _store_weights(weights + (query + gl.minimum(j, queries - 1)) * HEADS, w_shared.index(j), HEADS)
-            _store_query(values, q_shared.index(j), HEADS, LAYOUT)
-        fence_async_shared()
-        gl.thread_barrier()
+@gluon.jit
+def _barriers(COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+    return barriers
 
-        if QUERIES == 1:
-            # The items of a pass are two tiles.
-            reach = gl.minimum(gl.minimum(gl.load(visible + query), num_entries), last * KEYS)
-            out_row = out + query * out_stride
-            best_row = maxima + query * maxima_stride
-            for tile in range(first, last, 2):
-                keys = _widen(words, scales, MMA)
-                dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
-                scale_a = scales
-                words, scales = _load_tile(pieces, lanes, page_b, tile + 1, PAGE_WORDS, KEY_WORDS, TILES)
-                page_b = _page(pages, tile + 3, last, TILES)
-                dots = warpgroup_mma_wait(0, deps=(dots,))
-                low_a, high_a = _lane_sums(dots, w_shared.index(0), HEADS, LANES)
-                keys = _widen(words, scales, MMA)
-                dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
-                scale_b = scales
-                words, scales = _load_tile(pieces, lanes, page_a, tile + 2, PAGE_WORDS, KEY_WORDS, TILES)
-                page_a = _page(pages, tile + 4, last, TILES)
-                _prefetch(pool, coming, tile + AHEAD + thread, PAGE_WORDS, KEY_WORDS, TILES)
-                coming = _coming(pages, tile + AHEAD + 2 + thread, thread < 2, last, TILES)
-                dots = warpgroup_mma_wait(0, deps=(dots,))
-                low_b, high_b = _lane_sums(dots, w_shared.index(0), HEADS, LANES)
-                scores = _add_lanes(low_a, high_a, low_b, high_b, lane)
-                if LAYOUT == "index_fp8":
-                    scores *= gl.where(item == 0, scale_a, scale_b)  # a positive scale passes the relu
-                entry = (tile + item) * KEYS + own
-                group = (tile + best_item) * (KEYS // WARP_KEYS) + best_warp
-                _store(scores, out_row + entry, best_row + group, entry, group, reach, reach, MAXIMA, BEST)
-        else:
-            # The items of a pass are two queries.
-            for tile in range(first, last):
-                keys = _widen(words, scales, MMA)
-                scale = scales
-                dots = _multiply(keys, q_shared.index(0), HEADS, MMA)
-                words, scales = _load_tile(pieces, lanes, page_b, tile + 1, PAGE_WORDS, KEY_WORDS, TILES)
-                page_b, page_a = page_a, _page(pages, tile + 3, last, TILES)
-                _prefetch(pool, coming, tile + AHEAD + thread, PAGE_WORDS, KEY_WORDS, TILES)
-                coming = _coming(pages, tile + AHEAD + 1 + thread, thread < 1, last, TILES)
-                entry = tile * KEYS + own
-                group = tile * (KEYS // WARP_KEYS) + best_warp
-                for j in gl.static_range(0, QUERIES, 2):
-                    next_dots = _multiply(keys, q_shared.index(j + 1), HEADS, MMA)
-                    dots = warpgroup_mma_wait(1, deps=(dots,))
-                    low_a, high_a = _lane_sums(dots, w_shared.index(j), HEADS, LANES)
-                    if j + 2 < QUERIES:
-                        dots = _multiply(keys, q_shared.index(j + 2), HEADS, MMA)
-                        next_dots = warpgroup_mma_wait(1, deps=(next_dots,))
-                    else:
-                        next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
-                    low_b, high_b = _lane_sums(next_dots, w_shared.index(j + 1), HEADS, LANES)
-                    scores = _add_lanes(low_a, high_a, low_b, high_b, lane)
-                    if LAYOUT == "index_fp8":
-                        scores *= scale
-                    reach = _reach(visible + query, j + item, queries, num_entries)
-                    group_reach = _reach(visible + query, j + best_item, queries, num_entries)
-                    out_row = out + (query + j + item) * out_stride
-                    best_row = maxima + (query + j + best_item) * maxima_stride
-                    _store(scores, out_row + entry, best_row + group, entry, group, reach, group_reach, MAXIMA, BEST)
+
+@gluon.constexpr_function
+def _mma(heads, dtype):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, heads, 32 if dtype == gl.int8 else 16])
 
 
 @dataclass(frozen=True)
 class ScoreConfig:
     """How one launch is cut."""
 
-    programs: int  # persistent programs of one warpgroup, each takes an equal share of all tiles
+    programs: int  # persistent, each takes an equal share of all tiles
     queries: int  # consecutive queries of a sequence that share the keys of a tile
-    ahead: int  # tiles of a program on their way to the L2
-    registers: int  # per thread at most
+    stages: int  # in shared memory, on their way or in use, of two tiles if `queries` is 1, else of one; a power of two
+    registers: int  # per thread at launch, half of what the scoring warps get
 
 
-def score_config(layout: str, b: int, heads: int, multiprocessors: int) -> ScoreConfig:
+def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
     """As many programs as registers hold: one converts and sums beside another's products.
 
-    More tiles ahead than two push each other out of the L2: 1.4 times the time with eight of index_fp8.
+    With 64 heads scoring threads need 136 registers: 4 x 262,144 keys of index_fp8 take 40.9 us with three programs and 42.5 with four.
     """
     queries = min(4, triton.next_power_of_2(b))
-    copies = 2 if queries > 1 else 5 if layout == "index_mxfp4" and heads <= 32 else 4
-    return ScoreConfig(copies * multiprocessors, queries, ahead=2, registers=min(255, 512 // copies // 8 * 8))
+    copies = 2 if queries > 1 else 3 if heads == 64 else 4
+    return ScoreConfig(copies * multiprocessors, queries, stages=2 if queries == 1 else 4, registers=256 // copies // 8 * 8)
+
+
+def _descriptors(pool: Tensor, key_words: int, entries_per_page: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Keys and scales of a tile, as the copy engine brings them."""
+    pages = pool.view(torch.int32)
+    layout = gl.NVMMASharedLayout(128, 32, rank=3)
+    rows = entries_per_page * key_words // 32
+    keys = TensorDescriptor(pages, [len(pages), rows, 32], [pages.shape[1], 32, 1], [1, 2 * key_words, 32], layout)
+    scales = pages[:, entries_per_page * key_words :]
+    layout = gl.NVMMASharedLayout(0, 32, rank=2)
+    return keys, TensorDescriptor(scales, [len(pages), entries_per_page], [pages.shape[1], 1], [1, KEYS_PER_TILE], layout)
 
 
 def index_score(
@@ -474,12 +786,14 @@ def index_score(
     if out.numel() == 0:
         return out
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
-    config = config or score_config(layout.name, b, heads, multiprocessors(q))
+    config = config or score_config(b, heads, multiprocessors(q))
     rows = n * -(-b // config.queries)
+    keys, scales = _descriptors(pool, 32 if layout.name == "index_fp8" else 16, entries_per_page)
     _index_score_kernel_sm90[(config.programs,)](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
         weights,
-        pool.view(torch.int32),
+        keys,
+        scales,
         page_table,
         visible,
         out,
@@ -495,9 +809,8 @@ def index_score(
         QUERIES=config.queries,
         ROWS=triton.next_power_of_2(rows),
         MAXIMA=maxima is not None,
-        PAGE_WORDS=pool.shape[1] // 4,
         TILES=entries_per_page // KEYS_PER_TILE,
-        AHEAD=config.ahead,
+        STAGES=config.stages,
         num_warps=4,
         maxnreg=config.registers,
         launch_pdl=True,
@@ -505,29 +818,39 @@ def index_score(
     return out
 
 
+def _descriptor_type(rank: int, row_words: int, swizzle: int) -> str:
+    shape = [1, 2 * row_words, 32] if rank == 3 else [1, KEYS_PER_TILE]
+    return f"tensordesc<i32{shape},{gl.NVMMASharedLayout(swizzle, 32, rank=rank)!r}>"
+
+
 def aot_cases() -> list[AotCase]:
     """Both layouts, Flash's and V4.1's heads."""
-    pointers = {"weights": "*fp32", "pool": "*i32", "page_table": "*i32", "visible": "*i32", "out": "*fp32", "maxima": "*fp32"}
+    pointers = {"weights": "*fp32", "page_table": "*i32", "visible": "*i32", "out": "*fp32", "maxima": "*fp32"}
     scalars = ("table_stride", "out_stride", "maxima_stride", "num_rows", "b", "num_entries")
     return [
         AotCase(
             name=f"index_score_sm90[{layout},heads={heads},queries={queries},rows={rows}]",
             kernel=_index_score_kernel_sm90,
-            signature={"q": "*u8" if layout == "index_fp8" else "*bf16", **pointers, **dict.fromkeys(scalars, "i32")},
+            signature={
+                "q": "*u8" if layout == "index_fp8" else "*bf16",
+                "keys": _descriptor_type(3, words, 128),
+                "scales": _descriptor_type(2, words, 0),
+                **pointers,
+                **dict.fromkeys(scalars, "i32"),
+            },
             constants={
                 "LAYOUT": layout,
                 "HEADS": heads,
                 "QUERIES": queries,
                 "ROWS": rows,
                 "MAXIMA": True,
-                "PAGE_WORDS": 2160 if layout == "index_fp8" else 1152,
                 "TILES": 1,
-                "AHEAD": 2,
+                "STAGES": 2 if queries == 1 else 4,
             },
             num_warps=4,
             aligned=("q", *pointers, "out_stride", "maxima_stride"),
             archs=(HOPPER,),
         )
-        for layout in ("index_fp8", "index_mxfp4")
-        for heads, queries, rows in ((64, 1, 1), (64, 1, 128), (32, 1, 1), (8, 1, 1), (64, 4, 64), (32, 4, 64))
+        for layout, words in (("index_fp8", 32), ("index_mxfp4", 16))
+        for heads, queries, rows in ((64, 1, 1), (64, 1, 4), (64, 1, 128), (32, 1, 1), (8, 1, 1), (64, 4, 64), (32, 4, 64))
     ]
