@@ -39,13 +39,23 @@ class Attention:
         q_latent, kv, *rest = ops.linear(x, self.of_x)
         norms = (q_latent, self.q_norm), (kv, self.kv_norm)
         q_latent, kv = ops.rms_norm(*norms, eps=config.rms_eps, reader=self.wq_b)  # [T, q_lora], [T, d]
-        with ops.beside(len(x)) as join:  # what follows needs no result of this before the attention
-            latent = self.compressor(rest[0], batch, cache) if self.compressor is not None else None
+        # What follows needs no result of this before the attention. The choice, a chain of small kernels, takes longest: it waits for no
+        # entries from which no keys are made.
+        compress_last = self.indexer is not None and self.indexer.compressor is not None
+        with ops.beside(len(x)) as join:
+            latent = None if self.compressor is None or compress_last else self.compressor(rest[0], batch, cache)
             if self.indexer is not None:
-                self.indexer(rest[self.compressor is not None :], q_latent, latent, batch, cache, selection)
+                head_weights, *rows = rest[self.compressor is not None :]
+                self.indexer.store_keys(rows, latent, batch, cache)
+        if self.indexer is not None:
+            projected = self.indexer.project(q_latent) if ops.chooses(plan, config, batch, selection) else None
+            with ops.beside(len(x)) as join:
+                self.indexer(projected, head_weights, batch, cache, selection)
         q = ops.linear(q_latent, self.wq_b)[0].view(-1, config.num_heads, config.head_dim)  # [T, H, d]
         head_eps = config.rms_eps if config.query_norm else None
         q = ops.qkv_insert(q, kv, rope, window, plan.layer, batch.stores["window"], head_eps)
+        if compress_last and self.compressor is not None:
+            self.compressor(rest[0], batch, cache)
         join()
         out = ops.attend(q, plan, batch, cache, selection, self.sink, config.head_dim**-0.5)
         out = ops.output_quant(out, rope, self.wo_a, config.o_groups, self.dtype)

@@ -40,32 +40,35 @@ class Indexer:
         elif plan.index_keys == "latent":
             self.wk, self.k_norm = ops.prepare_linear(weights.linear("wk")), weights.tensor("k_norm.weight")
 
+    def project(self, q_latent: Any) -> Tensor:
+        """Queries [T, Hi, di] before rotation, from q_latent [T, q_lora] as the attention's queries read it."""
+        return self.ops.linear(q_latent, self.wq_b)[0].view(-1, self.config.index_heads, self.config.index_head_dim)
+
     def __call__(
-        self, of_x: list[Tensor], q_latent: Any, latent: Tensor | None, batch: Batch, cache: KVCache, selection: Selection
+        self, projected: Tensor | None, head_weights: Tensor, batch: Batch, cache: KVCache, selection: Selection
     ) -> None:
-        """Store this layer's keys, then replace what `selection` holds by this layer's choice.
+        """Replace what `selection` holds by this layer's choice, from what `project` gave, None if nothing has to be chosen, and head
+        weights [T, Hi]."""
+
+        def query() -> tuple[Tensor, Tensor]:
+            assert projected is not None, "a choice needs queries"
+            return self.ops.index_query(
+                projected,
+                head_weights,
+                batch.rope["compress"],
+                rotate_query=self.config.hadamard,
+                grid=cache.specs[self.kind].layout.grid,
+            )
+
+        self.ops.choose(self.plan, self.config, query, batch, cache, selection)
+
+    def store_keys(self, rows: list[Tensor], latent: Tensor | None, batch: Batch, cache: KVCache) -> None:
+        """Store this layer's keys.
 
         Args:
-            of_x: head weights [T, Hi] and, where keys are pooled, the compressor's rows.
-            q_latent: [T, q_lora], as the attention's queries read it.
+            rows: the compressor's, where keys are pooled.
             latent: [E, d], entries that the layer's compressor completed, before RoPE; None: it has none.
         """
-        head_weights, *rows = of_x
-        self._store_keys(rows, latent, batch, cache)
-        self.ops.choose(
-            self.plan, self.config, lambda: self._query(head_weights, q_latent, batch, cache), batch, cache, selection
-        )
-
-    def _query(self, head_weights: Tensor, q_latent: Any, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor]:
-        return self.ops.index_query(
-            self.ops.linear(q_latent, self.wq_b)[0].view(-1, self.config.index_heads, self.config.index_head_dim),
-            head_weights,
-            batch.rope["compress"],
-            rotate_query=self.config.hadamard,
-            grid=cache.specs[self.kind].layout.grid,
-        )
-
-    def _store_keys(self, rows: list[Tensor], latent: Tensor | None, batch: Batch, cache: KVCache) -> None:
         if self.compressor is not None:
             self.compressor(rows[0], batch, cache)
         elif self.k_norm is not None:

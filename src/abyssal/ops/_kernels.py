@@ -18,7 +18,7 @@ from abyssal.kv.batch import Batch, CompressFacts, QueryLists, Span, StoreFacts
 from abyssal.kv.layouts import Grid, Layout
 from abyssal.kv.pool import KVCache, RecordView
 from abyssal.kv.specs import CachePlan
-from abyssal.ops._select import Query, Selection, decides, publishes
+from abyssal.ops._select import Query, Selection, chooses, publishes
 from abyssal.ops._streams import forked
 from abyssal.ops.argmax.triton import argmax
 from abyssal.ops.compress.triton import Pages, compress
@@ -174,6 +174,9 @@ class KernelOps:
     def new_selection(self, batch: Batch) -> Selection:
         return Selection([None], [None] * len(_lists(batch).spans))
 
+    def chooses(self, plan: LayerPlan, config: ModelConfig, batch: Batch, selection: Selection) -> bool:
+        return chooses(plan, config, [span.max_visible[plan.ratio] for span in _lists(batch).spans], selection)
+
     def choose(
         self, plan: LayerPlan, config: ModelConfig, query: Query, batch: Batch, cache: KVCache, selection: Selection
     ) -> None:
@@ -181,8 +184,7 @@ class KernelOps:
         if plan.candidates != "use":
             selection.candidates = [None] * len(lists.spans)
         selection.entries = [None]
-        seen = zip(lists.spans, selection.candidates, strict=True)
-        if not any(decides(plan, config, span.max_visible[ratio], known) for span, known in seen):
+        if not self.chooses(plan, config, batch, selection):
             return
         q, weights = query()
         k = min(config.index_topk, lists.max_visible[ratio])

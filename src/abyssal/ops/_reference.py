@@ -17,7 +17,7 @@ from abyssal.kv.batch import Batch, CompressFacts, QueryGroup, StoreFacts
 from abyssal.kv.layouts import Grid
 from abyssal.kv.pool import KVCache, RecordView
 from abyssal.ops import hyper_connection as hc
-from abyssal.ops._select import Query, Selection, decides, publishes
+from abyssal.ops._select import Query, Selection, chooses, decides, publishes
 from abyssal.ops.argmax import argmax
 from abyssal.ops.compress import compress, store_entries
 from abyssal.ops.decode_facts import Plan, decode_facts
@@ -105,6 +105,9 @@ class ReferenceOps:
 
     def new_selection(self, batch: Batch) -> Selection:
         return Selection([None] * len(batch.groups), [None] * len(batch.groups))
+
+    def chooses(self, plan: LayerPlan, config: ModelConfig, batch: Batch, selection: Selection) -> bool:
+        return chooses(plan, config, [group.max_visible[plan.ratio] for group in batch.groups], selection)
 
     def choose(
         self, plan: LayerPlan, config: ModelConfig, query: Query, batch: Batch, cache: KVCache, selection: Selection

@@ -88,6 +88,9 @@ class Ops(Protocol):
 
     def new_selection(self, batch: Batch) -> Selection: ...
 
+    def chooses(self, plan: LayerPlan, config: ModelConfig, batch: Batch, selection: Selection) -> bool:
+        """Whether `choose` will call its `query`."""
+
     def choose(
         self, plan: LayerPlan, config: ModelConfig, query: Query, batch: Batch, cache: KVCache, selection: Selection
     ) -> None:
@@ -177,6 +180,12 @@ def publishes(plan: LayerPlan, config: ModelConfig, count: int) -> bool:
 def decides(plan: LayerPlan, config: ModelConfig, count: int, candidates: Any) -> bool:
     """Whether a query that sees `count` entries cannot simply take, or publish, all of them."""
     return count > config.index_topk or candidates is not None or publishes(plan, config, count)
+
+
+def chooses(plan: LayerPlan, config: ModelConfig, counts: Sequence[int], selection: Selection) -> bool:
+    """Whether one of the query groups, whose queries see up to `counts` entries, does."""
+    known = selection.candidates if plan.candidates == "use" else [None] * len(counts)
+    return any(decides(plan, config, *group) for group in zip(counts, known, strict=True))
 
 
 def find_gpu() -> Gpu | None:
