@@ -439,6 +439,18 @@ def test_few_choices_need_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(kernels.moe(x, ids, layer, config=FEW), outs[0]) and torch.equal(outs[0], outs[1])
 
 
+def test_programs_of_one_token_run_at_once() -> None:
+    """V4.1's programs fit into the registers with one chunk in flight, V4's with two; those of more tokens do not anyway."""
+    for experts, columns, programs, chunks in (
+        (256, 4096, 1536, 2),
+        (384, 5120, 1728, 1),
+        (384, 2304, 1920, 1),
+        (384, 5120, 3456, 2),
+    ):
+        few = kernels.moe_config(6, experts).up
+        assert kernels._fitting(few, columns, "fp4", programs).chunks == chunks, f"{programs} programs"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 7, 64, 300, 1000])
 @pytest.mark.parametrize("name", REAL)
