@@ -1,0 +1,48 @@
+"""JSON schemas as the grammar library reads them: what it would leave out or take otherwise, in words that it keeps."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from abyssal.serve.json_pattern import grammar_regex, other_names
+from abyssal.serve.json_schema import Schema, bounds, children, deref, multiples, types_named
+
+
+def grammar_schema(schema: Schema) -> Schema:
+    """A copy of a schema that `check_schema` has passed, for the grammar library; its patterns describe the JSON text of strings."""
+    root = json.loads(json.dumps(schema))
+    todo, seen = [root], set()
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict) and id(node) not in seen:
+            seen.add(id(node))
+            todo += [deref(node, root), *(child for child, _ in children(node, ""))]
+            _rewrite(node)
+    return root
+
+
+def _rewrite(node: dict[str, Any]) -> None:
+    """Say all that the library does not infer itself."""
+    types = types_named(node)
+    if types:
+        node["type"] = types[0] if len(types) == 1 else types
+    if "integer" in types:
+        low, high = bounds(node)
+        if "multipleOf" in node and low is not None and high is not None:
+            values = multiples(node)
+            node.clear()
+            node["enum"] = list(values)
+        else:
+            for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+                node.pop(name, None)
+            node |= {name: bound for name, bound in (("minimum", low), ("maximum", high)) if bound is not None}
+    if "pattern" in node:
+        node["pattern"] = grammar_regex(node["pattern"], in_json=True)
+    if node.get("properties") and node.get("additionalProperties", False) is not False:
+        node["patternProperties"] = {other_names(node["properties"]): node["additionalProperties"]}
+        node["additionalProperties"] = False
+    if "properties" not in node and node.keys() & {"minProperties", "maxProperties"}:
+        node.setdefault("additionalProperties", True)
+    if node.get("propertyNames") is True:
+        del node["propertyNames"]
