@@ -18,7 +18,7 @@ from tests.serve.scripted import TOKENIZER
 VOCAB = 4096  # of tiny-v4
 EOS = 1
 BYTES = {i for i in range(9, TOKENIZER.vocab_size) if len(TOKENIZER.token_bytes(i)) == 1}
-ENDS = {i for i in BYTES if TOKENIZER.token_bytes(i) in (b'"', b"]", b"}", b"0")}
+ENDS = {i for i in BYTES if TOKENIZER.token_bytes(i) in (b'"', b"]", b"}", b"0", b"\\")}
 COMPILER = xgrammar.GrammarCompiler(token_table(TOKENIZER, VOCAB, [EOS]), max_threads=1, cache_enabled=False)
 MASKS = GrammarMasks(TOKENIZER, VOCAB, [EOS])
 
@@ -45,7 +45,7 @@ def accepts(grammar: Grammar, ids: list[int]) -> bool:
     return True
 
 
-def walk(grammar: Grammar, seed: int, max_tokens: int = 300) -> str | None:
+def walk(grammar: Grammar, seed: int, max_tokens: int) -> str | None:
     """Text of random allowed tokens, mostly of one byte, up to the end; None if that is far."""
     choice, mask, ids = random.Random(seed), MASKS.mask(grammar), list[int]()
     for _ in range(max_tokens):

@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from abyssal.errors import RequestError
 from abyssal.serve.json_pattern import grammar_regex, other_names
 from abyssal.serve.json_schema import Schema, bounds, children, deref, multiples, types_named
 
 
 def grammar_schema(schema: Schema) -> Schema:
-    """A copy of a schema that `check_schema` has passed, for the grammar library; its patterns describe the JSON text of strings."""
-    root = json.loads(json.dumps(schema))
+    """A copy of a schema that `check_schema` has passed, for the grammar library; its patterns describe the JSON text of strings.
+
+    Raises:
+        RequestError: what is no schema within it is nested too deeply.
+    """
+    try:
+        root = json.loads(json.dumps(schema))
+    except RecursionError as error:
+        raise RequestError("a schema holds something that is nested too deeply") from error
     todo, seen = [root], set()
     while todo:
         node = todo.pop()

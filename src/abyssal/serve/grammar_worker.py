@@ -46,7 +46,7 @@ def compile_tag(compiler: xgrammar.GrammarCompiler, tag: str) -> xgrammar.Compil
     for token in compiled.tokenizer_info.stop_token_ids:
         bits[0, token // 32] &= ~(1 << token % 32)
     if not bits.any():
-        raise ValueError("nothing that is not empty can follow it")
+        raise ValueError("no value follows it")
     return compiled
 
 

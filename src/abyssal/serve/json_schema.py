@@ -280,6 +280,10 @@ def _check_values(node: dict[str, Any], path: str) -> None:
         names = [node["type"]] if isinstance(node.get("type"), str) else node.get("type") or TYPES
         if any(not any(_is_of(value, name) for name in names) for value in values):
             _refuse(f"{path}.{key}", "holds a value that is not of the schema's type")
+        try:
+            json.dumps(values, allow_nan=False)
+        except (ValueError, RecursionError):
+            _refuse(f"{path}.{key}", "holds a number beyond 64-bit floats, or a value nested too deeply")
 
 
 def _check_alternatives(node: dict[str, Any], path: str, root: Schema) -> None:
