@@ -41,7 +41,8 @@ SCHEMAS: list[Any] = [
     table(propertyNames={"pattern": '^["\\\\\n]$'}, additionalProperties=ONE), table(propertyNames={"enum": ["x", 'y"\n']}, minProperties=1, additionalProperties=ONE),
     table(propertyNames={"maxLength": 2}, minProperties=1, additionalProperties=ONE), table(propertyNames=True, minProperties=1, additionalProperties=ONE),
     table(propertyNames={"$ref": "#/$defs/n"}, **{"$defs": {"n": {"pattern": '^"+$'}}}, minProperties=1, additionalProperties=ONE), table(maxProperties=0), table(maxProperties=2),
-    {"$ref": "#/$defs/a~1b~0c%20d", "$defs": DEFS}, {"$ref": "#/$defs/a~1b~0c%2520d", "$defs": DEFS}, {"$ref": "#/x/y", "x": {"y": {"pattern": '^"$'}}},
+    table(propertyNames={"pattern": "^a$"}, additionalProperties=False), {"type": "array", "minItems": 1, "maxItems": 2}, {"prefixItems": [True, ONE], "minItems": 1},
+    {"prefixItems": [ONE, ONE], "maxItems": 1}, {"prefixItems": [ONE], "maxItems": 0}, {"$ref": "#/$defs/a~1b~0c%20d", "$defs": DEFS}, {"$ref": "#/$defs/a~1b~0c%2520d", "$defs": DEFS}, {"$ref": "#/x/y", "x": {"y": {"pattern": '^"$'}}},
 ]  # fmt: skip
 
 
@@ -58,6 +59,38 @@ def check_answers(schema: Any, count: int, max_tokens: int) -> int:
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:60])
 def test_answers_validate(schema: Any) -> None:
     assert check_answers(schema, 12, 300)
+
+
+NUMBERS = st.sampled_from(
+    [0, 1, -1, 1.5, -2.25, 1e-7, 3e-6, 0.1234567, 10**6, 99.999999, -0.0000004, 123456789.123, 1e17, 12345678901234.56]
+)
+COUNTS = st.integers(0, 3)
+TYPES = st.sampled_from(
+    ["string", "number", "integer", "object", "array", ["integer", "null"], ["number", "string"], ["boolean", "array"]]
+)
+
+
+def soup(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Schemas of a few keywords each, whatever they belong to."""
+    keywords: dict[str, st.SearchStrategy[Any]] = {
+        "type": TYPES, "enum": st.just([1, 'a"', None, {"q": [1]}]), "pattern": st.sampled_from(['^"$', '[^"]', r"\s"]), "minItems": COUNTS, "maxItems": COUNTS, "minLength": COUNTS,
+        "maxLength": COUNTS, "minProperties": COUNTS, "maxProperties": COUNTS, "minimum": NUMBERS, "maximum": NUMBERS, "exclusiveMinimum": NUMBERS, "exclusiveMaximum": NUMBERS,
+        "multipleOf": st.sampled_from([1, 3, 50]), "items": inner | st.just(False), "prefixItems": st.lists(inner, min_size=1, max_size=2), "additionalProperties": inner | st.just(False),
+        "properties": st.dictionaries(st.sampled_from(list(AB)), inner, max_size=3), "propertyNames": st.sampled_from([True, {"pattern": '["]'}, {"maxLength": 1}, {"enum": ["a", "\n"]}]),
+    }  # fmt: skip
+    return st.lists(st.sampled_from(sorted(keywords)), min_size=1, max_size=4, unique=True).flatmap(
+        lambda names: st.fixed_dictionaries({name: keywords[name] for name in names})
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.recursive(st.sampled_from([True, {}, ONE, {"type": "string"}]), soup, max_leaves=4))
+def test_answers_to_any_keywords_validate(schema: Any) -> None:
+    try:
+        check_schema(schema, "s")
+    except RequestError:
+        return
+    check_answers(schema, 3, 100)
 
 
 LITERALS = st.sampled_from(

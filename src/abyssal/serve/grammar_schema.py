@@ -47,10 +47,24 @@ def _rewrite(node: dict[str, Any]) -> None:
             node |= {name: bound for name, bound in (("minimum", low), ("maximum", high)) if bound is not None}
     if "pattern" in node:
         node["pattern"] = grammar_regex(node["pattern"], in_json=True)
-    if node.get("properties") and node.get("additionalProperties", False) is not False:
-        node["patternProperties"] = {other_names(node["properties"]): node["additionalProperties"]}
-        node["additionalProperties"] = False
+    _rewrite_object(node)
+    _rewrite_array(node)
+
+
+def _rewrite_object(node: dict[str, Any]) -> None:
+    others = node.get("additionalProperties", "properties" not in node)
+    if others is False or node.get("propertyNames") is True:
+        node.pop("propertyNames", None)
     if "properties" not in node and node.keys() & {"minProperties", "maxProperties"}:
-        node.setdefault("additionalProperties", True)
-    if node.get("propertyNames") is True:
-        del node["propertyNames"]
+        node["additionalProperties"] = others
+    if node.get("properties") and others is not False:
+        node["patternProperties"] = {other_names(node["properties"]): others}
+        node["additionalProperties"] = False
+
+
+def _rewrite_array(node: dict[str, Any]) -> None:
+    first = [{} if entry is True else entry for entry in (node.pop("prefixItems", None) or [])[: node.get("maxItems")]]
+    if first:
+        node["prefixItems"] = first
+    elif node.keys() & {"minItems", "maxItems"}:
+        node.setdefault("items", True)
