@@ -28,7 +28,7 @@ class PatternError(ValueError):
 
 
 def grammar_regex(pattern: str, in_json: bool) -> str:
-    """What the grammar library must match for a string in which `pattern` is found, as the pattern's own length, with no text around.
+    """The grammar library's regular expression for strings that `pattern` matches from end to end.
 
     Args:
         in_json: match the JSON text between a string's quotes, not its characters.
