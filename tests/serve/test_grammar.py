@@ -20,7 +20,7 @@ from tests.support.grammars import json_grammar
 
 
 def compile_in(compiler: GrammarCompiler, schema: Any) -> tuple[str, bytes]:
-    return asyncio.run(compiler.compile(json_value(schema), "where"))
+    return asyncio.run(compiler.compile({**json_value(True), "json_schema": schema}, "where"))
 
 
 def nested(depth: int) -> Any:
@@ -46,6 +46,7 @@ def test_grammars_come_back_and_are_kept() -> None:
     [
         ({"type": "strin"}, "strin"),
         ({"type": "string", "pattern": "("}, "parenthesis"),
+        ({"type": "number", "minimum": 1e-7, "maximum": 2e-7}, "no value follows it"),
         (BOMB, "MiB"),
         (nested(10_000), "where is nested too deeply"),
     ],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from abyssal.errors import RequestError
 from abyssal.serve.json_schema import MAX_DEPTH, MAX_SCHEMAS, MAX_VALUES, check_schema
 from tests.serve.scripted import TOKENIZER
-from tests.support.grammars import accepts, json_grammar
+from tests.support.grammars import accepts, json_grammar, walk
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -57,7 +57,19 @@ BAD: list[tuple[str, Any]] = [
     (".$defs.x.anyOf[1].type", {"$defs": {"x": {"anyOf": [STRING, {"type": "x"}]}}}), (".unevaluatedProperties", {"unevaluatedProperties": STRING}),
     (".properties.a" * MAX_DEPTH, nested(MAX_DEPTH + 1)), ("", {"anyOf": [{"const": i} for i in range(MAX_SCHEMAS)]}), ("", {"enum": list(range(MAX_VALUES + 1))}),
     ("", {"anyOf": [{"const": f"v{i}"} for i in range(2**15)]}), (".oneOf", {"oneOf": [{"const": i} for i in range(4000)]}),
-    (".oneOf[1]", {"oneOf": [{"enum": ["a", 1]}, {"const": 1.0}]}),
+    (".oneOf[1]", {"oneOf": [{"enum": ["a", 1]}, {"const": 1.0}]}), (".$ref.not", {"$ref": "#/x/y", "x": {"y": {"not": {}}}}), (".$ref", {"$ref": "#/$defs/a%20b", "$defs": {"a%20b": STRING}}),
+    (".minimum", {"type": "number", "minimum": 1e-7, "maximum": 2e-7}), (".minimum", {"minimum": 0.1234567, "maximum": 0.1234568}), (".properties.a.minimum", {"properties": {"a": {"type": "number", "minimum": 5, "maximum": 4}}}),
+    (".exclusiveMinimum", {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}), (".exclusiveMinimum", {"type": "integer", "exclusiveMinimum": 1, "maximum": 1.5}),
+    (".minimum", {"type": "integer", "minimum": 10**30}), (".maximum", {"type": "number", "maximum": -1e30}), (".minimum", {"type": "number", "minimum": float("inf")}),
+    (".multipleOf", {"type": "integer", "multipleOf": 3, "minimum": 0}), (".multipleOf", {"type": "integer", "multipleOf": 7, "minimum": 8, "maximum": 13}), (".multipleOf", {"type": "integer", "multipleOf": 2.5}),
+    (".multipleOf", {"type": "integer", "multipleOf": 1, "minimum": -(2**70), "maximum": 2**70}), (".multipleOf", {"type": "integer", "multipleOf": 0}), (".multipleOf", {"type": "integer", "multipleOf": 10**6}),
+    (".anyOf[0]", {"anyOf": [{"type": "integer", "multipleOf": 1, "minimum": i, "maximum": i + MAX_VALUES // 2} for i in range(2)]}), (".format", {"type": "string", "format": "email", "maxLength": 99}),
+    (".propertyNames", {"properties": {"a": {"const": 1}}, "propertyNames": {"pattern": "^[ab]$"}, "additionalProperties": STRING}), (".propertyNames", {"propertyNames": {"enum": ["a", 1]}}),
+    (".propertyNames", {"propertyNames": False}), (".const", {"const": {"a": float("inf")}}), (".propertyNames", {"propertyNames": {"anyOf": [{"type": "integer"}, STRING]}}), (".minProperties", {"additionalProperties": {"const": 1}, "minProperties": 2}),
+    (".minProperties", {"propertyNames": {"pattern": "^x$"}, "minProperties": 2}), (".minProperties", {"properties": {"a": STRING, "b": STRING}, "required": ["a"], "additionalProperties": True, "minProperties": 3}),
+    (".minProperties", {"properties": {"a": STRING}, "minProperties": 2}), (".minProperties", {"properties": {}, "minProperties": 1}), (".maxProperties", {"properties": {"a": STRING}, "required": ["a"], "maxProperties": 0}),
+    (".properties", {"properties": {"a" * 257: STRING}, "additionalProperties": True}), (".minItems", {"items": False, "minItems": 1}), (".minItems", {"prefixItems": [STRING], "minItems": 2}),
+    *((".pattern", {"pattern": pattern}) for pattern in (r"[^\s\S]", "a^b", "a$|b$c", "(?:^a)*", "(a$)+", "[]a]", "[^]a]", r"\1(a)", "(a)\\1", "a*+", "a{,3}", r"\0", r"\a", r"[\0]", r"\Aa", "(?i)a", "(?P<n>a)", "\ud800", "a" * 10_001)),
 ]  # fmt: skip
 
 
@@ -109,6 +121,7 @@ def test_what_a_grammar_allows_validates(schema: Any, values: list[Any]) -> None
         return
     grammar = json_grammar(schema)
     validator = jsonschema.Draft202012Validator(schema)
+    assert (answer := walk(grammar, 0, 60)) is None or validator.is_valid(json.loads(answer))
     for value in values:
         if accepts(grammar, TOKENIZER.encode(json.dumps(value))):
             assert validator.is_valid(value)

@@ -6,21 +6,41 @@ A schema that passes gives answers that validate: what the grammar allows is at 
 from __future__ import annotations
 
 import json
+import math
 import re
 import reprlib
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 from abyssal.errors import RequestError
+from abyssal.serve.json_pattern import PatternError, grammar_regex
 
 MAX_DEPTH = 64  # schemas within schemas
 MAX_SCHEMAS = 5_000
 MAX_VALUES = 5_000  # of all enums together
 MAX_ONE_OF = 64  # alternatives of a oneOf: each is compared with each
 MAX_COUNT = 10_000  # of minLength and its like: the grammar counts in states
+MAX_PATTERNS = 10_000  # characters of all patterns together
+MAX_NAME = 256  # characters of properties that others must differ from
+MAX_INTEGER = 2**63 - 1  # of bounds
+MAX_MULTIPLE = 100  # of multipleOf: the grammar has a state for each remainder
+NUMBER_DIGITS = 6  # behind the point, of numbers within bounds
 
 TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None), "object": dict, "array": list}
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_KEYWORDS = {
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": _BOUNDS,
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "object": ("properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"),
+}
+_FORMATS = (  # that the grammar knows
+    "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference", "uri-template", "uuid",
+    "json-pointer", "relative-json-pointer",
+)  # fmt: skip
 _UNSUPPORTED = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas", "dependencies",
     "patternProperties", "unevaluatedItems", "additionalItems", "$dynamicRef", "$recursiveRef", "$anchor",
@@ -44,7 +64,8 @@ def check_schema(schema: Schema, where: str) -> None:
         RequestError: its `param` is the path in the schema.
     """
     todo: list[tuple[Any, str, int]] = [(schema, where, 1)]
-    num_schemas = num_values = 0
+    num_schemas = num_values = num_chars = 0
+    references: set[str] = set()
     while todo:
         node, path, depth = todo.pop()
         num_schemas += 1
@@ -57,10 +78,19 @@ def check_schema(schema: Schema, where: str) -> None:
         if not isinstance(node, dict):
             _refuse(path, f"{reprlib.repr(node)} is no schema that a value can follow")
         num_values += len(node["enum"]) if isinstance(node.get("enum"), list) else 0
+        num_chars += len(node["pattern"]) if isinstance(node.get("pattern"), str) else 0
+        if num_chars > MAX_PATTERNS:
+            _refuse(f"{path}.pattern", f"the patterns of a schema may have {MAX_PATTERNS} characters together")
+        inner = [(child, child_path, depth + 1) for child, child_path in children(node, path)]
+        if num_values <= MAX_VALUES:
+            _check_node(node, path, schema)
+            num_values += len(multiples(node))
         if num_values > MAX_VALUES:
             _refuse(path, f"a schema may list at most {MAX_VALUES} values")
-        _check_node(node, path, schema)
-        todo += ((child, child_path, depth + 1) for child, child_path in children(node, path))
+        todo += inner
+        if "$ref" in node and node["$ref"] not in references:
+            references.add(node["$ref"])
+            todo.append((deref(node, schema), f"{path}.$ref", 1))
 
 
 def children(node: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
@@ -114,10 +144,40 @@ def deref(node: Any, root: Schema) -> Any:
             return None
         seen.add(reference)
         node = root
-        for step in reference[2:].split("/") if len(reference) > 1 else []:
+        for step in unquote(reference)[2:].split("/") if len(reference) > 1 else []:
             step = step.replace("~1", "/").replace("~0", "~")
             node = node.get(step) if isinstance(node, dict) else None
     return node
+
+
+def types_named(node: dict[str, Any]) -> list[str]:
+    """Types of a schema's own `type`, else those that its keywords speak of; none where neither says anything."""
+    named = node.get("type") or []
+    types = [named] if isinstance(named, str) else named
+    if not types and not any(key in node for key in ("enum", "const", "anyOf", "oneOf", "allOf", "$ref")):
+        types = [name for name, keywords in _KEYWORDS.items() if any(keyword in node for keyword in keywords)]
+    return [name for name in types if name != "integer" or "number" not in types]
+
+
+def bounds(node: dict[str, Any], scale: int = 1) -> tuple[int | None, int | None]:
+    """Least and greatest multiple of 1 / `scale`, in such units, that a schema's bounds allow; None = 64 bits are no bound to it."""
+
+    def given(name: str) -> list[Fraction]:
+        return [Fraction(str(node[name])) * scale] if name in node else []
+
+    lows = [*map(math.ceil, given("minimum")), *(math.floor(value) + 1 for value in given("exclusiveMinimum"))]
+    highs = [*map(math.floor, given("maximum")), *(math.ceil(value) - 1 for value in given("exclusiveMaximum"))]
+    most = MAX_INTEGER * scale
+    return max(-most, *lows) if lows else None, min(most, *highs) if highs else None
+
+
+def multiples(node: dict[str, Any]) -> range:
+    """Values of an integer schema with both bounds and multipleOf; none of another."""
+    low, high = bounds(node) if "multipleOf" in node else (None, None)
+    if low is None or high is None:
+        return range(0)
+    step = int(node["multipleOf"])
+    return range(-(-low // step) * step, high + 1, step)
 
 
 def _check_node(node: dict[str, Any], path: str, root: Schema) -> None:
@@ -129,12 +189,12 @@ def _check_node(node: dict[str, Any], path: str, root: Schema) -> None:
         _refuse(f"{path}.uniqueItems", "structured output cannot hold to it; leave it out")
     _check_type(node, path)
     _check_counts(node, path)
-    _check_pattern(node, path)
+    _check_numbers(node, path)
+    _check_string(node, path)
     _check_values(node, path)
     _check_alternatives(node, path, root)
-    _check_object(node, path)
-    if isinstance(node.get("items"), list):
-        _refuse(f"{path}.items", "must be one schema; use prefixItems for a list of them")
+    _check_object(node, path, root)
+    _check_array(node, path)
 
 
 def _check_type(node: dict[str, Any], path: str) -> None:
@@ -142,8 +202,6 @@ def _check_type(node: dict[str, Any], path: str) -> None:
     names = [named] if isinstance(named, str) else named
     if named is not None and (not isinstance(names, list) or not names or any(name not in list(TYPES) for name in names)):
         _refuse(f"{path}.type", f"{reprlib.repr(named)} is not one of {', '.join(TYPES)}, or a list of these")
-    if "multipleOf" in node and named != "integer":
-        _refuse(f"{path}.multipleOf", "structured output holds to it with type integer only")
 
 
 def _check_counts(node: dict[str, Any], path: str) -> None:
@@ -153,24 +211,58 @@ def _check_counts(node: dict[str, Any], path: str) -> None:
     for what in ("Length", "Items", "Properties"):
         if node.get(f"min{what}", 0) > node.get(f"max{what}", MAX_COUNT):
             _refuse(f"{path}.min{what}", f"is above max{what}")
-    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
-        if name in node and type(node[name]) not in (int, float):
+
+
+def _check_numbers(node: dict[str, Any], path: str) -> None:
+    for name in _BOUNDS:
+        value = node.get(name, 0)
+        if type(value) is not int and not (type(value) is float and math.isfinite(value)):
             _refuse(f"{path}.{name}", f"{reprlib.repr(node[name])} must be a number")
+    types = types_named(node)
+    what, scale = (
+        ("integer", 1) if "integer" in types else (f"number of {NUMBER_DIGITS} digits behind the point", 10**NUMBER_DIGITS)
+    )
+    low, high = bounds(node, scale)
+    lower = "exclusiveMinimum" if "minimum" not in node else "minimum"
+    upper = "exclusiveMaximum" if "maximum" not in node else "maximum"
+    if low is not None and low > MAX_INTEGER * scale:
+        _refuse(f"{path}.{lower}", f"{reprlib.repr(node[lower])} is above {MAX_INTEGER}, the most that a bound can be")
+    if high is not None and high < -MAX_INTEGER * scale:
+        _refuse(f"{path}.{upper}", f"{reprlib.repr(node[upper])} is below {-MAX_INTEGER}, the least that a bound can be")
+    if low is not None and high is not None and low > high:
+        _refuse(
+            f"{path}.{lower}",
+            f"{reprlib.repr(node[lower])} leaves no {what} up to {upper}; widen the range or choose another unit",
+        )
+    if "multipleOf" not in node:
+        return
+    where, step = f"{path}.multipleOf", node["multipleOf"]
+    if types != ["integer"]:
+        _refuse(where, "structured output holds to it with type integer only")
+    if type(step) is not int or not 1 <= step <= MAX_MULTIPLE:
+        _refuse(where, f"{reprlib.repr(step)} must be an integer from 1 to {MAX_MULTIPLE}")
+    if low is None and high is None:
+        return
+    if low is None or high is None:
+        _refuse(where, "structured output holds to it with a minimum and a maximum, or neither; give both")
+    if (high - low) // step >= MAX_VALUES or not multiples(node):
+        _refuse(where, f"there must be from 1 to {MAX_VALUES} multiples within minimum and maximum; change the range")
 
 
-def _check_pattern(node: dict[str, Any], path: str) -> None:
+def _check_string(node: dict[str, Any], path: str) -> None:
+    has_length = "minLength" in node or "maxLength" in node
     if "pattern" not in node:
+        if has_length and node.get("format") in _FORMATS:
+            _refuse(f"{path}.format", "structured output cannot hold to it together with a length; write both as a pattern")
         return
     pattern = node["pattern"]
     if not isinstance(pattern, str):
         _refuse(f"{path}.pattern", "must be a regular expression")
     try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        _refuse(f"{path}.pattern", f"{reprlib.repr(pattern)} is no regular expression: {error}")
-    if re.search(r"\(\?[^:]|\\[bB1-9]", pattern):
-        _refuse(f"{path}.pattern", "structured output knows no lookaround, word boundary or back-reference")
-    if "minLength" in node or "maxLength" in node or "format" in node:
+        grammar_regex(pattern, in_json=True)
+    except PatternError as error:
+        _refuse(f"{path}.pattern", f"{reprlib.repr(pattern)}: {error}")
+    if has_length or "format" in node:
         _refuse(
             f"{path}.pattern",
             "structured output cannot hold to a pattern together with a length or format; write it all as a pattern",
@@ -188,6 +280,10 @@ def _check_values(node: dict[str, Any], path: str) -> None:
         names = [node["type"]] if isinstance(node.get("type"), str) else node.get("type") or TYPES
         if any(not any(_is_of(value, name) for name in names) for value in values):
             _refuse(f"{path}.{key}", "holds a value that is not of the schema's type")
+        try:
+            json.dumps(values, allow_nan=False)
+        except (ValueError, RecursionError):
+            _refuse(f"{path}.{key}", "holds a number beyond 64-bit floats, or a value nested too deeply")
 
 
 def _check_alternatives(node: dict[str, Any], path: str, root: Schema) -> None:
@@ -247,7 +343,7 @@ def _constants(node: Any) -> set[Any] | None:
     return {(v if type(v) in (int, float) else json.dumps(v, sort_keys=True)) for v in values}
 
 
-def _check_object(node: dict[str, Any], path: str) -> None:
+def _check_object(node: dict[str, Any], path: str, root: Schema) -> None:
     required = node.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         _refuse(f"{path}.required", "must be a list of names")
@@ -256,6 +352,40 @@ def _check_object(node: dict[str, Any], path: str) -> None:
             _refuse(f"{path}.required", f"names {reprlib.repr(name)}, which is not in properties")
     if node.get("unevaluatedProperties") not in (None, False):
         _refuse(f"{path}.unevaluatedProperties", "must be false, or left out")
+    named, least = node.get("properties") or {}, len(set(required))
+    if node.get("maxProperties", MAX_COUNT) < least:
+        _refuse(f"{path}.maxProperties", f"is less than the {least} properties that are required")
+    if node.get("additionalProperties", "properties" not in node) is False:
+        if node.get("minProperties", 0) > len(named):
+            _refuse(f"{path}.minProperties", f"is more than the {len(named)} properties that there may be")
+    elif named and max(map(len, named)) > MAX_NAME:
+        _refuse(f"{path}.properties", f"names may have {MAX_NAME} characters at most where there may be other properties")
+    elif node.get("minProperties", 0) > least + 1:  # what comes beside them may be one property, written several times
+        _refuse(
+            f"{path}.minProperties",
+            f"structured output cannot keep names from repeating, so it may be {least + 1} at most; "
+            "or name the properties in properties, with additionalProperties false",
+        )
+    if (names := node.get("propertyNames", True)) is not True:
+        if named:
+            _refuse(f"{path}.propertyNames", "structured output cannot hold to it beside properties; leave it or them out")
+        if names is False or not _is_text(deref(names, root), root):
+            _refuse(f"{path}.propertyNames", "must be a schema of strings; give it type string")
+
+
+def _is_text(node: Any, root: Schema) -> bool:
+    """Whether a schema says that its values are strings, or nothing about them."""
+    if not isinstance(node, dict) or not node.keys() & {*_CONSTRAINTS, "format"}:
+        return node is True or isinstance(node, dict)
+    return types_named(node) == ["string"] or types_of(node, root) == {"string"}
+
+
+def _check_array(node: dict[str, Any], path: str) -> None:
+    if isinstance(node.get("items"), list):
+        _refuse(f"{path}.items", "must be one schema; use prefixItems for a list of them")
+    most = len(node.get("prefixItems") or ())
+    if node.get("items", "prefixItems" not in node) is False and node.get("minItems", 0) > most:
+        _refuse(f"{path}.minItems", f"is more than the {most} items that there may be; give the others a schema in items")
 
 
 def _refuse_siblings(node: dict[str, Any], path: str, key: str, allowed: set[str]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from abyssal.errors import RequestError
 from abyssal.serve.conversation import Conversation, ResponseFormat, Tool
+from abyssal.serve.grammar_schema import grammar_schema
+from abyssal.serve.json_pattern import grammar_regex
 from abyssal.serve.json_schema import Schema, check_schema, deref
 from abyssal.serve.protocol import Release
 
@@ -139,7 +141,7 @@ def _text_value(node: dict[str, Any]) -> Format:
     if values is not None:
         return _either(*map(_text, values))
     if "pattern" in node:
-        return {"type": "regex", "pattern": node["pattern"]}
+        return {"type": "regex", "pattern": grammar_regex(node["pattern"], in_json=False)}
     if "minLength" in node or "maxLength" in node:
         return {"type": "regex", "pattern": rf"[\s\S]{{{node.get('minLength', 0)},{node.get('maxLength', '')}}}"}
     return _ANY_TEXT
@@ -165,8 +167,8 @@ def _check_references(schema: Any, path: str) -> None:
 
 
 def json_value(schema: Schema) -> Format:
-    """JSON of a schema."""
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+    """JSON of a schema that `check_schema` has passed."""
+    return {"type": "json_schema", "json_schema": grammar_schema(schema), "max_whitespace_cnt": MAX_WHITESPACE}
 
 
 def _text(value: str) -> Format:
