@@ -9,16 +9,19 @@ import pytest
 import torch
 
 from abyssal.engine import runner
-from abyssal.ops._kernels import KernelOps
+from abyssal.errors import ConfigError
+from abyssal.kv.specs import plan_caches
+from abyssal.ops._kernels import KernelOps, check_model
 from abyssal.ops._reference import ReferenceOps
 from abyssal.ops.linear import triton as products
 from tests.checkpoint.build import random_v4_checkpoint
-from tests.support.small_model import config_dict
+from tests.support.small_model import config_dict, small_config
 from tests.support.stepping import Side
 from tests.support.v41_model import write_v41
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(torch.cuda.is_available(), reason="see test_gpu.py")]
 WIDTHS = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 8, "num_attention_heads": 2}
+WIDTHS |= {"o_lora_rank": 16}
 Sides = Callable[[Callable[[Path], None], str], tuple[Side, Side]]
 
 
@@ -83,3 +86,20 @@ def test_steps_after_a_prefill_by_the_reference(write: Callable[[Path], None], l
     assert len(there) == len(here) > 0 and [len(a) for a in there] == [len(b) for b in here]
     assert max(map(len, here)) == reference.runner.model_config.index_topk
     assert sum(len(a & b) for a, b in zip(there, here, strict=True)) >= 0.9 * sum(map(len, there))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_size": 40}, {"o_lora_rank": 8}, {"o_lora_rank": 24}, {"index_n_heads": 4}, {"index_topk": 4096}, {"hc_mult": 2}],
+)
+def test_sizes_that_kernels_do_not_take_are_refused_by_name(change: dict[str, int]) -> None:
+    """When the engine is built, not by an assertion within a step."""
+    for changes, refused in (({}, False), (change, True)):
+        model = small_config([0, 4, 128], **(WIDTHS | changes))
+        caches = plan_caches(model, "v4", "v4", "index_fp8")
+        if refused:
+            ((name, value),) = change.items()
+            with pytest.raises(ConfigError, match=f"^{name}={value}: the kernels take .*; use backend=reference"):
+                check_model(model, caches)
+        else:
+            check_model(model, caches)

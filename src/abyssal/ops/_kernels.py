@@ -363,6 +363,7 @@ def check_model(model: ModelConfig, caches: CachePlan) -> None:
         ("num_attention_heads", model.num_heads, model.num_heads <= MAX_HEADS, f"at most {MAX_HEADS}"),
         ("hc_mult", model.hc_mult, model.hc_mult == portable_hc.STREAMS, str(portable_hc.STREAMS)),
         ("hidden_size", model.hidden_size, model.hidden_size % 16 == 0, "a multiple of 16"),
+        ("o_lora_rank", model.o_lora_rank, model.o_lora_rank % 16 == 0, "a multiple of 16"),
     ]
     indexed = [plan for plan in model.layers if plan.index_source is not None]
     if indexed:
