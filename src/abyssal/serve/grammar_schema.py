@@ -7,7 +7,7 @@ from typing import Any
 
 from abyssal.errors import RequestError
 from abyssal.serve.json_pattern import grammar_regex, other_names
-from abyssal.serve.json_schema import Schema, bounds, children, deref, multiples, types_named
+from abyssal.serve.json_schema import BOUNDS, Schema, bounds, children, deref, multiples, types_named
 
 
 def grammar_schema(schema: Schema) -> Schema:
@@ -42,7 +42,7 @@ def _rewrite(node: dict[str, Any]) -> None:
             node.clear()
             node["enum"] = list(values)
         else:
-            for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            for name in BOUNDS:
                 node.pop(name, None)
             node |= {name: bound for name, bound in (("minimum", low), ("maximum", high)) if bound is not None}
     if "pattern" in node:

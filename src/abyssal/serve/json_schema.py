@@ -30,10 +30,10 @@ NUMBER_DIGITS = 6  # behind the point, of numbers within bounds
 
 TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None), "object": dict, "array": list}
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _KEYWORDS = {
     "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": _BOUNDS,
+    "number": BOUNDS,
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "object": ("properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"),
 }
@@ -47,8 +47,7 @@ _UNSUPPORTED = (
 )  # fmt: skip
 _CONSTRAINTS = frozenset((
     "type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "properties", "required", "additionalProperties", "propertyNames",
-    "items", "prefixItems", "uniqueItems", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-    "unevaluatedProperties", *_COUNTS, *_UNSUPPORTED,
+    "items", "prefixItems", "uniqueItems", "pattern", "multipleOf", "unevaluatedProperties", *BOUNDS, *_COUNTS, *_UNSUPPORTED,
 ))  # fmt: skip
 
 Schema = dict[str, Any] | bool
@@ -214,7 +213,7 @@ def _check_counts(node: dict[str, Any], path: str) -> None:
 
 
 def _check_numbers(node: dict[str, Any], path: str) -> None:
-    for name in _BOUNDS:
+    for name in BOUNDS:
         value = node.get(name, 0)
         if type(value) is not int and not (type(value) is float and math.isfinite(value)):
             _refuse(f"{path}.{name}", f"{reprlib.repr(node[name])} must be a number")

@@ -663,14 +663,17 @@ class HandoverState:
         """For launches of up to `max_tokens` tokens."""
         num_sms = num_sms or sm_count(torch.device(device))
         few = portable.HandoverState.allocate(max_tokens, hidden, device, num_sms, batch_invariant=batch_invariant)
-        slices = hidden // SLICE.value
-        groups = RESIDENT * num_sms // max(1, slices)
+        groups = RESIDENT * num_sms // max(1, hidden // SLICE.value)
         return cls(
             few,
-            torch.zeros(groups * RING.value * slices * ENTRIES.value * 2, dtype=torch.int64, device=device),
+            torch.zeros(_handed_words(groups, hidden), dtype=torch.int64, device=device),
             torch.zeros(groups, RING.value, TILE.value, 4, dtype=torch.int64, device=device),
             torch.ones(groups, dtype=torch.int32, device=device),
         )
+
+
+def _handed_words(groups: int, hidden: int) -> int:
+    return groups * RING.value * (hidden // SLICE.value) * ENTRIES.value * 2
 
 
 def site(
@@ -707,7 +710,7 @@ def site(
         )
     check(source, norm_weight, weights, out, post, comb, pre)
     assert out is not None and post is not None and comb is not None and weights is not None
-    words = config.groups * RING.value * (hidden // SLICE.value) * ENTRIES.value * 2
+    words = _handed_words(config.groups, hidden)
     if state.handed.numel() < words or state.epochs.numel() < config.groups:
         raise ValueError(
             f"the hand-over state holds {state.handed.numel()} words, {config} of hidden size {hidden} needs {words}"

@@ -31,6 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
+from abyssal.ops._gluon import allocate_barriers, plus
 from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check, multiprocessors
 
 KEYS = gl.constexpr(KEYS_PER_TILE)
@@ -77,11 +78,6 @@ class Output(NamedTuple):
     stride: Any
     maxima: Any
     maxima_stride: Any
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -472,7 +468,7 @@ def _shares(work, QUERIES: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr
             inside = (rows < work.num_rows) & (of_row < work.b)
             seen = gl.maximum(seen, gl.load(work.visible + rows // blocks * work.b + of_row, mask=inside, other=0))
     tiles = (gl.minimum(seen, work.num_entries) + KEYS - 1) // KEYS
-    ends = gl.associative_scan(tiles, 0, _add)
+    ends = gl.associative_scan(tiles, 0, plus)
     total = gl.sum(tiles, 0)
     share = total // gl.num_programs(0)
     rest = total - share * gl.num_programs(0)
@@ -673,7 +669,7 @@ def _index_score_kernel_sm90(
     ITEMS: gl.constexpr = 2 if QUERIES == 1 else 1  # tiles of a stage
     words = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS // 2 if FP4 else KEYS, 32], keys.layout)
     factors = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], scales.layout)
-    full, empty = _barriers(STAGES), _barriers(STAGES)
+    full, empty = allocate_barriers(STAGES), allocate_barriers(STAGES)
     q_shared = gl.allocate_shared_memory(WIDE, [QUERIES, HEADS, DIM], gl.NVMMASharedLayout.get_default_for([HEADS, DIM], WIDE))
     w_shared = gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS)
     precise = Queries(q_shared, w_shared, w_shared)
@@ -683,7 +679,7 @@ def _index_score_kernel_sm90(
         largest = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
         units = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
         wide = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-        ring = Ring(words, factors, full, empty, largest, units, wide, _barriers(STAGES))
+        ring = Ring(words, factors, full, empty, largest, units, wide, allocate_barriers(STAGES))
         queries = Queries(
             gl.allocate_shared_memory(gl.int8, [QUERIES, HEADS, DIM], SHARED),
             gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS),
@@ -713,14 +709,6 @@ def _index_score_kernel_sm90(
             [1],
             [24],
         )
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=1)
-    return barriers
 
 
 @gluon.constexpr_function

@@ -24,6 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
+from abyssal.ops._gluon import allocate_barriers, plus
+from abyssal.ops._records import zero_behind_loads
 from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys
 from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, fixed_splits, multiprocessors
 
@@ -368,14 +370,6 @@ def attend_kernel(
 
 
 @gluon.jit
-def allocate_barriers(COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=1)
-    return barriers
-
-
-@gluon.jit
 def place(tile, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
     """Token, split and first head of a tile."""
     token, split = tile // HEAD_BLOCKS, 0
@@ -561,11 +555,6 @@ def of_threads(values, combine: gl.constexpr):
 @gluon.jit
 def larger(a, b):
     return gl.maximum(a, b)
-
-
-@gluon.jit
-def plus(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -993,15 +982,6 @@ def combine_kernel(
     pointers = gl.expand_dims(gl.convert_layout(out_row, OUT_ROW), 1) + part_column(column)
     gl.store(pointers, values.to(out.dtype.element_ty), mask=gl.expand_dims(gl.convert_layout(in_range, OUT_ROW), 1))
     gl.store(lse + row, b_lse * 0.6931471805599453, mask=in_range & (first_column == 0))
-
-
-@gluon.jit
-def zero_behind_loads():
-    """0, which no one knows before all loads above are on their way; else the compiler would let some wait for values of others."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred never; setp.ne.u32 never, 0, 0; bar.red.popc.u32 $0, 0, never; }", "=r", [], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
