@@ -36,6 +36,7 @@ from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check, multipro
 
 KEYS = gl.constexpr(KEYS_PER_TILE)
 DIM = gl.constexpr(128)
+ROUND = gl.constexpr(1.5 * 2**23)  # plus a small number: its nearest whole number in the low bits
 WARP_KEYS = gl.constexpr(GROUP)  # of a tile, whose maximum is one of `maxima`
 LANES = gl.constexpr(
     gl.DistributedLinearLayout([], [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 8, 4])
@@ -70,7 +71,6 @@ class Queries(NamedTuple):
 
     q: Any  # [QUERIES, HEADS, DIM]
     weights: Any  # [QUERIES, 4, HEADS / 4]
-    offsets: Any  # [HEADS / 8, 4, 2, 2] for int8
 
 
 class Output(NamedTuple):
@@ -84,6 +84,12 @@ class Output(NamedTuple):
 def _uniform(x):
     """The same number, of which the compiler then knows that all lanes have it: loops and addresses need fewer registers."""
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _again(x):
+    """The same number, so that what is made of it is not made before a loop and kept in registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -201,26 +207,29 @@ def _widen_mxfp4(words, exponents, MMA: gl.constexpr):
 
 @gluon.jit
 def _widen_to_int8(words, unit, MMA: gl.constexpr):
-    """e2m1 in words [64, 16] -> int8 [64, 128], 64 plus twice `unit` [64, 4] times the value, the left operand of a product.
+    """e2m1 in words [64, 16] -> int8 [64, 128], four times `unit` [64, 4] times the value, the left operand of a product.
 
     A byte permutation looks up four nibbles at once: in a table for positive values, where negative nibbles find 0, and, with signs
-    turned, in a table for negative values, where positive ones find 0.
+    turned, in a table for negative values, where positive ones find 0. So no entry may have its top bit set: they are seven bits, 64
+    more than half the result, and the sign comes to its place by doubling.
     """
     words = gl.reshape(words, (64, 4, 4))
     unit = gl.expand_dims(gl.convert_layout(unit.to(gl.int32), gl.SliceLayout(2, words.type.layout), assert_trivial=True), 2)
     small, large = unit * 0x03020100, unit * 0x0C080604  # twice 0, 0.5, 1, 1.5 and 2, 3, 4, 6
     low, high = gl.inline_asm_elementwise(
         """{
-        .reg .b32 turned, top, positive, negative;
+        .reg .b32 turned, top, positive, negative, both;
         xor.b32 turned, $2, 0x88888888;
         prmt.b32 positive, $3, $4, $2;
         prmt.b32 negative, $5, $6, turned;
-        add.u32 $0, positive, negative;
+        lop3.b32 both, positive, negative, 0x40404040, 0x56;
+        shl.b32 $0, both, 1;
         shr.u32 top, $2, 16;
         shr.u32 turned, turned, 16;
         prmt.b32 positive, $3, $4, top;
         prmt.b32 negative, $5, $6, turned;
-        add.u32 $1, positive, negative;
+        lop3.b32 both, positive, negative, 0x40404040, 0x56;
+        shl.b32 $1, both, 1;
         }""",
         "=&r,=&r,r,r,r,r,r",
         [words, 0x40404040 + small, 0x40404040 + large, 0x40404040 - small, 0x40404040 - large],
@@ -268,44 +277,24 @@ def _store_query(values, weights, to, j: gl.constexpr, HEADS: gl.constexpr):
 
 @gluon.jit
 def _store_query_in_int8(values, weights, to, HEADS: gl.constexpr):
-    """One query [HEADS, DIM] times a power of two per head, which the weights take over; and 1 if that is inexact, else 0.
+    """A query [HEADS, DIM] as whole numbers times a power of two per head, which its weights take over.
 
-    2^90 in the weights keeps sums of 2^-149 times whole numbers normal; the keys' scales have the 2^56 that is missing then, with 2^3
-    of `_widen_to_int8`.
+    Returns:
+        Not 0 if a value is no such number.
     """
     values = values.to(gl.float32)
     exponent = gl.max(gl.abs(values), 1).to(gl.int32, bitcast=True) >> 23
     exponent = gl.minimum(gl.maximum(exponent, 20), 160)
-    scaled = values * gl.expand_dims(((260 - exponent) << 23).to(gl.float32, bitcast=True), 1)  # the largest is 64 to 127
-    whole = scaled.to(gl.int32).to(gl.int8)
-    inexact = gl.max(gl.max((whole.to(gl.float32) != scaled).to(gl.int32), 1), 0)
+    factor = gl.expand_dims(((260 - exponent) << 23).to(gl.float32, bitcast=True), 1)  # the largest is 64 to 127
+    shifted = gl.fma(values, factor, gl.full_like(values, ROUND))
+    whole = shifted.to(gl.int32, bitcast=True).to(gl.int8)
+    error = gl.sum(gl.sum(gl.abs(gl.fma(values, factor, ROUND - shifted)), 1), 0)  # not a number if a value is none
     # dimension: lane, word, half, nibble; place: word, half, lane, nibble
     to.q.index(0).store(gl.reshape(gl.permute(gl.reshape(whole, (HEADS, 4, 4, 2, 4)), (0, 2, 3, 1, 4)), (HEADS, DIM)))
-    offset = -64 * gl.sum(whole.to(gl.int32), 1)
-    to.offsets.store(gl.permute(gl.reshape(gl.join(offset, offset), (HEADS // 8, 4, 2, 2)), (0, 1, 3, 2)))
     w = gl.load(weights + gl.arange(0, HEADS, exponent.type.layout))
-    power = ((exponent + 84) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 133 + 90)
+    power = ((exponent - 12) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 133 - 6)
     _store_by_lane(w * power, to.weights.index(0), HEADS)
-    return inexact
-
-
-@gluon.constexpr_function
-def _accumulator(heads):
-    """Dot products [warp, half of its keys, key, 8 heads, lane, head] as a warpgroup product leaves them."""
-    blocks = heads // 8
-    registers = [[0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0]] + [[0, 0, 0, 1 << i, 0, 0] for i in range(blocks.bit_length() - 1)]
-    lanes = [[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 2, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0], [0, 0, 4, 0, 0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]], [], [4, 2, 8, blocks, 4, 2])
-
-
-@gluon.jit
-def _load_offsets(shared, HEADS: gl.constexpr, MMA: gl.constexpr):
-    """What accumulators [64, HEADS] begin with, so that the keys' 64 does not count."""
-    THREADS: gl.constexpr = _accumulator(HEADS)
-    offsets = shared.permute((2, 0, 1, 3)).load(gl.SliceLayout(0, gl.SliceLayout(2, THREADS)))
-    offsets = gl.expand_dims(gl.expand_dims(offsets, 0), 2)
-    offsets = gl.broadcast(offsets, gl.zeros([4, 2, 8, HEADS // 8, 4, 2], gl.int32, THREADS))[0]
-    return gl.convert_layout(gl.reshape(offsets, (KEYS, HEADS)), MMA, assert_trivial=True)
+    return (error != 0).to(gl.int32)
 
 
 @gluon.jit
@@ -325,23 +314,35 @@ def _take(ring, place, queries, HEADS: gl.constexpr):
 def _multiply(keys, queries, j: gl.constexpr, HEADS: gl.constexpr):
     MMA: gl.constexpr = _mma(HEADS, keys.dtype)
     q = queries.q.index(j).permute((1, 0))
-    if keys.dtype == gl.int8:
-        return warpgroup_mma(keys, q, _load_offsets(queries.offsets, HEADS, MMA), is_async=True)
-    else:
-        return warpgroup_mma(keys, q, gl.zeros([KEYS, HEADS], gl.float32, MMA), use_acc=False, is_async=True)
+    zeros = gl.zeros([KEYS, HEADS], gl.int32 if keys.dtype == gl.int8 else gl.float32, MMA)
+    return warpgroup_mma(keys, q, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _by_lane(dots, HEADS: gl.constexpr):
+    """Dot products [64, HEADS] as [64, 4, HEADS / 4]: those of a thread side by side."""
+    return gl.reshape(gl.permute(gl.reshape(dots, (KEYS, HEADS // 8, 4, 2)), (0, 2, 1, 3)), (KEYS, 4, HEADS // 4))
+
+
+@gluon.jit
+def _load_weights(queries, j: gl.constexpr, HEADS: gl.constexpr):
+    """A query's weights of the heads whose dot products a thread holds."""
+    dots = gl.zeros([KEYS, HEADS], gl.float32, _mma(HEADS, queries.q.dtype))
+    return queries.weights.index(j).load(gl.SliceLayout(0, _by_lane(dots, HEADS).type.layout))
 
 
 @gluon.jit
 def _lane_sums(dots, weights, HEADS: gl.constexpr):
     """What each thread holds of its two keys' sums over heads, fp32 [warp, 8, lane] each."""
     if dots.dtype == gl.int32:
-        terms = gl.maximum(dots, 0).to(gl.float32, bitcast=True)  # the bits of a small whole number are 2^-149 times it
+        # relu, times 2^-22: the bits of a small whole number are 2^-149 times it, those of one below 0 no number, which becomes 0
+        terms = gl.inline_asm_elementwise(
+            "mul.sat.f32 $0, $1, 0f7F000000;", "=f,r", [dots], dtype=gl.float32, is_pure=True, pack=1
+        )
     else:
         # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
         terms = dots + gl.abs(dots)
-    terms = gl.reshape(gl.permute(gl.reshape(terms, (KEYS, HEADS // 8, 4, 2)), (0, 2, 1, 3)), (KEYS, 4, HEADS // 4))
-    w = weights.load(gl.SliceLayout(0, terms.type.layout))
-    sums = gl.sum(terms * gl.expand_dims(w, 0), 2)
+    sums = gl.sum(_by_lane(terms, HEADS) * gl.expand_dims(weights, 0), 2)
     low, high = gl.split(gl.permute(gl.reshape(sums, (4, 2, 8, 4)), (0, 2, 3, 1)))
     return gl.convert_layout(low, LANES, assert_trivial=True), gl.convert_layout(high, LANES, assert_trivial=True)
 
@@ -405,7 +406,7 @@ def _wait(barriers, n):
 
 
 @gluon.jit
-def _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score_tiles(ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """One query and the two tiles of a stage. A positive scale passes the relu."""
     keys, scale_a = _take(ring, 2 * stage, queries, HEADS)
     dots = _multiply(keys, queries, 0, HEADS)
@@ -413,9 +414,29 @@ def _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS: gl.constex
     gl.thread_barrier()
     mbarrier.arrive(ring.empty.index(stage))
     dots = warpgroup_mma_wait(0, deps=(dots,))
-    low_a, high_a = _lane_sums(dots, queries.weights.index(0), HEADS)
+    low_a, high_a = _lane_sums(dots, weights, HEADS)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
-    low_b, high_b = _lane_sums(dots, queries.weights.index(0), HEADS)
+    low_b, high_b = _lane_sums(dots, weights, HEADS)
+    _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
+
+
+@gluon.jit
+def _score_tiles_in_turn(ring, stage, queries, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """The same in fewer registers."""
+    keys, scale_a = _take(ring, 2 * stage, queries, HEADS)
+    dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
+    low_a, high_a = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
+    keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
+    dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(stage))
+    low_b, high_b = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
+    _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
+
+
+@gluon.jit
+def _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA: gl.constexpr):
+    """The scores of a query and two tiles."""
     _, _, lane = _places()
     scores = _add_lanes(low_a, high_a, low_b, high_b) * gl.where(lane < 2, scale_a, scale_b)
     of_lane, of_best, _ = _items(tile, tile + 1)
@@ -433,13 +454,13 @@ def _score_queries(ring, stage, queries, to, query, tile, work, count, HEADS: gl
     for j in gl.static_range(0, QUERIES, 2):
         next_dots = _multiply(keys, queries, j + 1, HEADS)
         dots = warpgroup_mma_wait(1, deps=(dots,))
-        low_a, high_a = _lane_sums(dots, queries.weights.index(j), HEADS)
+        low_a, high_a = _lane_sums(dots, _load_weights(queries, j, HEADS), HEADS)
         if j + 2 < QUERIES:
             dots = _multiply(keys, queries, j + 2, HEADS)
             next_dots = warpgroup_mma_wait(1, deps=(next_dots,))
         else:
             next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
-        low_b, high_b = _lane_sums(next_dots, queries.weights.index(j + 1), HEADS)
+        low_b, high_b = _lane_sums(next_dots, _load_weights(queries, j + 1, HEADS), HEADS)
         scores = _add_lanes(low_a, high_a, low_b, high_b) * scale
         of_lane, of_best, _ = _items(j, j + 1)
         reach = gl.minimum(gl.load(work.visible + query + of_lane, mask=of_lane < count, other=0), work.num_entries)
@@ -533,7 +554,7 @@ def _look_ahead(work, ring, ROWS: gl.constexpr):
 
 @gluon.jit
 def _prepare(ring, place):
-    """Of a tile's keys: the largest scale times 2^56, and for each of four scales 4, 2 or 1 where it is that, a half, a quarter of it.
+    """Of a tile's keys: the largest scale times 2^24, and for each of four scales 4, 2 or 1 where it is that, a half, a quarter of it.
 
     Returns:
         Not 0 if a scale is less still.
@@ -551,7 +572,7 @@ def _prepare(ring, place):
         sub.u32 even, most, even;
         sub.u32 odd, most, odd;
         shl.b32 $0, most, 23;
-        add.u32 $0, $0, 0x1c000000;
+        add.u32 $0, $0, 0x0c000000;
         and.b32 below, even, 0xffff;
         shr.u32 $1, 4, below;
         and.b32 below, odd, 0xffff;
@@ -612,6 +633,7 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, RO
         gl.thread_barrier()
         reach = gl.minimum(gl.minimum(gl.load(work.visible + query), work.num_entries), last * KEYS)
         if QUERIES == 1:
+            of_heads = _load_weights(queries, 0, HEADS)
             for tile in range(first, last, 2):
                 _wait(ring.checked, n)
                 stage = n & (STAGES - 1)
@@ -619,16 +641,17 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, RO
                 if MIXED:
                     if (inexact | _is_wide(ring, stage)) != 0:
                         if not precise_is_there:
-                            values = _load_query(q + query * (HEADS * DIM), True, HEADS)
-                            _store_query(values, weights + query * HEADS, precise, 0, HEADS)
+                            here = _again(row // blocks * work.b + row % blocks)
+                            values = _load_query(q + here.to(gl.int64) * (HEADS * DIM), True, HEADS)
+                            _store_query(values, weights + here.to(gl.int64) * HEADS, precise, 0, HEADS)
                             fence_async_shared()
                             gl.thread_barrier()
                             precise_is_there = True
-                        _score_tiles(ring, stage, precise, to, query, tile, reach, HEADS, MAXIMA)
+                        _score_tiles_in_turn(ring, stage, precise, to, query, tile, reach, HEADS, MAXIMA)
                     else:
-                        _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS, MAXIMA)
+                        _score_tiles(ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
                 else:
-                    _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS, MAXIMA)
+                    _score_tiles(ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
         else:
             for tile in range(first, last):
                 _wait(ring.full, n)
@@ -672,7 +695,7 @@ def _index_score_kernel_sm90(
     full, empty = allocate_barriers(STAGES), allocate_barriers(STAGES)
     q_shared = gl.allocate_shared_memory(WIDE, [QUERIES, HEADS, DIM], gl.NVMMASharedLayout.get_default_for([HEADS, DIM], WIDE))
     w_shared = gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS)
-    precise = Queries(q_shared, w_shared, w_shared)
+    precise = Queries(q_shared, w_shared)
     if MIXED:
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
         SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], gl.int8)
@@ -683,7 +706,6 @@ def _index_score_kernel_sm90(
         queries = Queries(
             gl.allocate_shared_memory(gl.int8, [QUERIES, HEADS, DIM], SHARED),
             gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS),
-            gl.allocate_shared_memory(gl.int32, [HEADS // 8, 4, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, order=[3, 2, 1, 0])),
         )
     else:
         ring = Ring(words, factors, full, empty, factors, factors, factors, full)
