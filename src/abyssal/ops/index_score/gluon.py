@@ -276,22 +276,41 @@ def _store_query(values, weights, to, j: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _store_query_in_int8(values, weights, to, HEADS: gl.constexpr):
-    """A query [HEADS, DIM] as whole numbers times a power of two per head, which its weights take over.
+def _larger_halves(a, b):
+    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
+    """A query [HEADS, DIM] of bf16 as whole numbers times a power of two per head, which its weights take over.
 
     Returns:
         Not 0 if a value is no such number.
     """
-    values = values.to(gl.float32)
-    exponent = gl.max(gl.abs(values), 1).to(gl.int32, bitcast=True) >> 23
+    QUERY: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])  # stores of 16 bytes
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))
+    pair = gl.arange(0, DIM // 2, gl.SliceLayout(0, QUERY))
+    pairs = gl.load(q.to(gl.pointer_type(gl.int32), bitcast=True) + head[:, None] * (DIM // 2) + pair[None, :])
+    w = gl.load(weights + head)
+    largest = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger_halves)
+    exponent = gl.maximum(largest & 0xFFFF, largest >> 16) >> 7
     exponent = gl.minimum(gl.maximum(exponent, 20), 160)
-    factor = gl.expand_dims(((260 - exponent) << 23).to(gl.float32, bitcast=True), 1)  # the largest is 64 to 127
+    if HEADS == 64:
+        # The same, but of a thread's two heads neither is known before the other, so that all loads are made at once.
+        first, second = gl.split(gl.permute(gl.reshape(exponent, (2, 32)), (1, 0)))
+        both = gl.inline_asm_elementwise("max.s32 $0, $1, $2;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
+        known = gl.reshape(gl.permute(gl.join(gl.minimum(first, both), gl.minimum(second, both)), (1, 0)), (HEADS,))
+        exponent = gl.convert_layout(known, exponent.type.layout, assert_trivial=True)
+    values = gl.join((pairs << 16).to(gl.float32, bitcast=True), (pairs & -0x10000).to(gl.float32, bitcast=True))
+    factor = ((260 - exponent) << 23).to(gl.float32, bitcast=True)  # the largest is 64 to 127
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, gl.SliceLayout(2, values.type.layout)), assert_trivial=True)
+    factor, values = gl.broadcast(gl.expand_dims(gl.expand_dims(factor, 1), 2), values)
     shifted = gl.fma(values, factor, gl.full_like(values, ROUND))
-    whole = shifted.to(gl.int32, bitcast=True).to(gl.int8)
-    error = gl.sum(gl.sum(gl.abs(gl.fma(values, factor, ROUND - shifted)), 1), 0)  # not a number if a value is none
+    error = gl.abs(gl.fma(values, factor, ROUND - shifted))
+    error = gl.sum(gl.sum(gl.reshape(error, (HEADS, DIM)), 1), 0)  # not a number if a value is none
     # dimension: lane, word, half, nibble; place: word, half, lane, nibble
-    to.q.index(0).store(gl.reshape(gl.permute(gl.reshape(whole, (HEADS, 4, 4, 2, 4)), (0, 2, 3, 1, 4)), (HEADS, DIM)))
-    w = gl.load(weights + gl.arange(0, HEADS, exponent.type.layout))
+    whole = gl.reshape(shifted.to(gl.int32, bitcast=True).to(gl.int8), (HEADS, 4, 4, 2, 4))
+    to.q.index(0).store(gl.reshape(gl.permute(whole, (0, 2, 3, 1, 4)), (HEADS, DIM)))
     power = ((exponent - 12) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 133 - 6)
     _store_by_lane(w * power, to.weights.index(0), HEADS)
     return (error != 0).to(gl.int32)
@@ -623,11 +642,11 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, RO
         precise_is_there = False
         gl.thread_barrier()
         for j in gl.static_range(QUERIES):
-            values = _load_query(q + (query + j) * (HEADS * DIM), j < count, HEADS)
             of_query = weights + (query + gl.minimum(j, count - 1)) * HEADS
             if MIXED:
-                inexact = _store_query_in_int8(values, of_query, queries, HEADS)
+                inexact = _store_query_in_int8(q + query * (HEADS * DIM), of_query, queries, HEADS)
             else:
+                values = _load_query(q + (query + j) * (HEADS * DIM), j < count, HEADS)
                 _store_query(values, of_query, queries, j, HEADS)
         fence_async_shared()
         gl.thread_barrier()
