@@ -71,6 +71,7 @@ class Queries(NamedTuple):
 
     q: Any  # [QUERIES, HEADS, DIM]
     weights: Any  # [QUERIES, 4, HEADS / 4]
+    inexact: Any = None  # [HEADS / 8] for int8: not 0 where a value of some heads is no whole number
 
 
 class Output(NamedTuple):
@@ -207,32 +208,30 @@ def _widen_mxfp4(words, exponents, MMA: gl.constexpr):
 
 @gluon.jit
 def _widen_to_int8(words, unit, MMA: gl.constexpr):
-    """e2m1 in words [64, 16] -> int8 [64, 128], four times `unit` [64, 4] times the value, the left operand of a product.
+    """e2m1 in words [64, 16] -> int8 [64, 128], -2 times `unit` [64, 4] times the value, the left operand of a product.
 
-    A byte permutation looks up four nibbles at once: in a table for positive values, where negative nibbles find 0, and, with signs
-    turned, in a table for negative values, where positive ones find 0. So no entry may have its top bit set: they are seven bits, 64
-    more than half the result, and the sign comes to its place by doubling.
+    A byte permutation looks up four nibbles at once. One finds m, twice `unit` times the magnitude; in another a nibble without sign
+    finds 128 - m, or 0 if m is 0, and one with a sign finds the top bit of that everywhere, so 0. Twice the second plus the first is
+    256 - m without a sign and m with it, and no byte reaches 256.
     """
     words = gl.reshape(words, (64, 4, 4))
     unit = gl.expand_dims(gl.convert_layout(unit.to(gl.int32), gl.SliceLayout(2, words.type.layout), assert_trivial=True), 2)
     small, large = unit * 0x03020100, unit * 0x0C080604  # twice 0, 0.5, 1, 1.5 and 2, 3, 4, 6
     low, high = gl.inline_asm_elementwise(
         """{
-        .reg .b32 turned, top, positive, negative, both;
-        xor.b32 turned, $2, 0x88888888;
-        prmt.b32 positive, $3, $4, $2;
-        prmt.b32 negative, $5, $6, turned;
-        lop3.b32 both, positive, negative, 0x40404040, 0x56;
-        shl.b32 $0, both, 1;
+        .reg .b32 bare, top, magnitude, positive;
+        and.b32 bare, $2, 0x77777777;
+        prmt.b32 magnitude, $3, $4, bare;
+        prmt.b32 positive, $5, $6, $2;
+        mad.lo.u32 $0, positive, 2, magnitude;
         shr.u32 top, $2, 16;
-        shr.u32 turned, turned, 16;
-        prmt.b32 positive, $3, $4, top;
-        prmt.b32 negative, $5, $6, turned;
-        lop3.b32 both, positive, negative, 0x40404040, 0x56;
-        shl.b32 $1, both, 1;
+        shr.u32 bare, bare, 16;
+        prmt.b32 magnitude, $3, $4, bare;
+        prmt.b32 positive, $5, $6, top;
+        mad.lo.u32 $1, positive, 2, magnitude;
         }""",
         "=&r,=&r,r,r,r,r,r",
-        [words, 0x40404040 + small, 0x40404040 + large, 0x40404040 - small, 0x40404040 - large],
+        [words, small, large, -0x7F7F8000 - small, -0x7F7F7F80 - large],
         dtype=(gl.int32, gl.int32),
         is_pure=True,
         pack=1,
@@ -281,17 +280,19 @@ def _larger_halves(a, b):
 
 
 @gluon.jit
-def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
-    """A query [HEADS, DIM] of bf16 as whole numbers times a power of two per head, which its weights take over.
+def _or(a, b):
+    return a | b
 
-    Returns:
-        Not 0 if a value is no such number.
-    """
+
+@gluon.jit
+def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
+    """A query [HEADS, DIM] of bf16 as whole numbers times a power of two per head, which its weights take over."""
     QUERY: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])  # stores of 16 bytes
     head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))
     pair = gl.arange(0, DIM // 2, gl.SliceLayout(0, QUERY))
-    pairs = gl.load(q.to(gl.pointer_type(gl.int32), bitcast=True) + head[:, None] * (DIM // 2) + pair[None, :])
     w = gl.load(weights + head)
+    gl.thread_barrier()  # or the compiler would load them after all else
+    pairs = gl.load(q.to(gl.pointer_type(gl.int32), bitcast=True) + head[:, None] * (DIM // 2) + pair[None, :])
     largest = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger_halves)
     exponent = gl.maximum(largest & 0xFFFF, largest >> 16) >> 7
     exponent = gl.minimum(gl.maximum(exponent, 20), 160)
@@ -302,18 +303,18 @@ def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
         known = gl.reshape(gl.permute(gl.join(gl.minimum(first, both), gl.minimum(second, both)), (1, 0)), (HEADS,))
         exponent = gl.convert_layout(known, exponent.type.layout, assert_trivial=True)
     values = gl.join((pairs << 16).to(gl.float32, bitcast=True), (pairs & -0x10000).to(gl.float32, bitcast=True))
-    factor = ((260 - exponent) << 23).to(gl.float32, bitcast=True)  # the largest is 64 to 127
+    factor = -((260 - exponent) << 23).to(gl.float32, bitcast=True)  # the largest is -64 to -127
     factor = gl.convert_layout(factor, gl.SliceLayout(1, gl.SliceLayout(2, values.type.layout)), assert_trivial=True)
     factor, values = gl.broadcast(gl.expand_dims(gl.expand_dims(factor, 1), 2), values)
     shifted = gl.fma(values, factor, gl.full_like(values, ROUND))
-    error = gl.abs(gl.fma(values, factor, ROUND - shifted))
-    error = gl.sum(gl.sum(gl.reshape(error, (HEADS, DIM)), 1), 0)  # not a number if a value is none
+    error = gl.fma(values, factor, ROUND - shifted).to(gl.int32, bitcast=True)
+    error = gl.reduce(gl.reduce(gl.reshape(error, (HEADS // 8, 8, DIM)), 2, _or), 1, _or)  # within warps
+    to.inexact.store(error)
     # dimension: lane, word, half, nibble; place: word, half, lane, nibble
     whole = gl.reshape(shifted.to(gl.int32, bitcast=True).to(gl.int8), (HEADS, 4, 4, 2, 4))
     to.q.index(0).store(gl.reshape(gl.permute(whole, (0, 2, 3, 1, 4)), (HEADS, DIM)))
-    power = ((exponent - 12) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 133 - 6)
+    power = ((exponent - 11) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 133 - 5)
     _store_by_lane(w * power, to.weights.index(0), HEADS)
-    return (error != 0).to(gl.int32)
 
 
 @gluon.jit
@@ -425,7 +426,7 @@ def _wait(barriers, n):
 
 
 @gluon.jit
-def _score_tiles(ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """One query and the two tiles of a stage. A positive scale passes the relu."""
     keys, scale_a = _take(ring, 2 * stage, queries, HEADS)
     dots = _multiply(keys, queries, 0, HEADS)
@@ -433,9 +434,25 @@ def _score_tiles(ring, stage, queries, weights, to, query, tile, reach, HEADS: g
     gl.thread_barrier()
     mbarrier.arrive(ring.empty.index(stage))
     dots = warpgroup_mma_wait(0, deps=(dots,))
-    low_a, high_a = _lane_sums(dots, weights, HEADS)
+    low_a, high_a = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
-    low_b, high_b = _lane_sums(dots, weights, HEADS)
+    low_b, high_b = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
+    _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
+
+
+@gluon.jit
+def _score_tiles_in_int8(ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """The same where keys are small enough for two products at once."""
+    keys, scale_a = _take(ring, 2 * stage, queries, HEADS)
+    dots_a = _multiply(keys, queries, 0, HEADS)
+    keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
+    dots_b = _multiply(keys, queries, 0, HEADS)
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(stage))
+    dots_a = warpgroup_mma_wait(1, deps=(dots_a,))
+    low_a, high_a = _lane_sums(dots_a, weights, HEADS)
+    dots_b = warpgroup_mma_wait(0, deps=(dots_b,))
+    low_b, high_b = _lane_sums(dots_b, weights, HEADS)
     _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
 
 
@@ -638,13 +655,12 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, RO
         begin = stop
         query = (row // blocks * work.b + row % blocks * QUERIES).to(gl.int64)
         count = gl.minimum(work.b - row % blocks * QUERIES, QUERIES)
-        inexact = 0
         precise_is_there = False
         gl.thread_barrier()
         for j in gl.static_range(QUERIES):
             of_query = weights + (query + gl.minimum(j, count - 1)) * HEADS
             if MIXED:
-                inexact = _store_query_in_int8(q + query * (HEADS * DIM), of_query, queries, HEADS)
+                _store_query_in_int8(q + query * (HEADS * DIM), of_query, queries, HEADS)
             else:
                 values = _load_query(q + (query + j) * (HEADS * DIM), j < count, HEADS)
                 _store_query(values, of_query, queries, j, HEADS)
@@ -652,7 +668,9 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, RO
         gl.thread_barrier()
         reach = gl.minimum(gl.minimum(gl.load(work.visible + query), work.num_entries), last * KEYS)
         if QUERIES == 1:
-            of_heads = _load_weights(queries, 0, HEADS)
+            if MIXED:
+                of_heads = _load_weights(queries, 0, HEADS)
+                inexact = _uniform(gl.reduce(queries.inexact.load(gl.BlockedLayout([HEADS // 8], [32], [4], [0])), 0, _or))
             for tile in range(first, last, 2):
                 _wait(ring.checked, n)
                 stage = n & (STAGES - 1)
@@ -668,9 +686,9 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, RO
                             precise_is_there = True
                         _score_tiles_in_turn(ring, stage, precise, to, query, tile, reach, HEADS, MAXIMA)
                     else:
-                        _score_tiles(ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
+                        _score_tiles_in_int8(ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
                 else:
-                    _score_tiles(ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
+                    _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS, MAXIMA)
         else:
             for tile in range(first, last):
                 _wait(ring.full, n)
@@ -725,6 +743,7 @@ def _index_score_kernel_sm90(
         queries = Queries(
             gl.allocate_shared_memory(gl.int8, [QUERIES, HEADS, DIM], SHARED),
             gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS),
+            gl.allocate_shared_memory(gl.int32, [HEADS // 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
         )
     else:
         ring = Ring(words, factors, full, empty, factors, factors, factors, full)
