@@ -62,7 +62,7 @@ class Ring(NamedTuple):
     empty: Any
     largest: Any  # here and below for products in int8 only: of a key's scales
     units: Any
-    wide: Any  # not 0 if a stage's scales are too wide apart
+    wide: Any  # [STAGES, 2]: not 0 if a tile's scales are too wide apart
     checked: Any  # those three are there; `full` where there are none
 
 
@@ -319,9 +319,13 @@ def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
 
 @gluon.jit
 def _take(ring, place, queries, HEADS: gl.constexpr):
+    return _widen(_load_words(ring.words.index(place)), ring, place, queries, HEADS)
+
+
+@gluon.jit
+def _widen(words, ring, place, queries, HEADS: gl.constexpr):
     """A tile's keys, widened for a product with `queries`, and what scales their scores."""
     MMA: gl.constexpr = _mma(HEADS, queries.q.dtype)
-    words = _load_words(ring.words.index(place))
     if queries.q.dtype == gl.float16:
         return _widen_fp8(words, MMA), _load_scales(ring.factors.index(place))
     elif queries.q.dtype == gl.int8:
@@ -441,9 +445,9 @@ def _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS: gl.constex
 
 
 @gluon.jit
-def _score_tiles_in_int8(ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score_tiles_in_int8(words, ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """The same where keys are small enough for two products at once."""
-    keys, scale_a = _take(ring, 2 * stage, queries, HEADS)
+    keys, scale_a = _widen(words, ring, 2 * stage, queries, HEADS)
     dots_a = _multiply(keys, queries, 0, HEADS)
     keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
     dots_b = _multiply(keys, queries, 0, HEADS)
@@ -457,9 +461,9 @@ def _score_tiles_in_int8(ring, stage, queries, weights, to, query, tile, reach, 
 
 
 @gluon.jit
-def _score_tiles_in_turn(ring, stage, queries, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score_tiles_in_turn(words, ring, stage, queries, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """The same in fewer registers."""
-    keys, scale_a = _take(ring, 2 * stage, queries, HEADS)
+    keys, scale_a = _widen(words, ring, 2 * stage, queries, HEADS)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
     low_a, high_a = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
     keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
@@ -506,8 +510,7 @@ def _score_queries(ring, stage, queries, to, query, tile, work, count, HEADS: gl
 
 @gluon.jit
 def _is_wide(ring, stage):
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(ring.wide.index(stage).load(FLAG), 0)
+    return gl.reduce(ring.wide.index(stage).load(gl.BlockedLayout([2], [32], [4], [0])), 0, _or)
 
 
 @gluon.jit
@@ -568,11 +571,12 @@ def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.const
 
 @gluon.jit
 def _look_ahead(work, ring, ROWS: gl.constexpr):
-    """The role of another warp: what products in int8 need of the scales, and whether a key's are more than a factor of four apart."""
+    """The role of two warps, one per tile: what products in int8 need of the scales, and whether a key's are more than a factor of four
+    apart.
+    """
     STAGES: gl.constexpr = ring.full.shape[0]
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     gdc_wait()
-    ends, total, begin, end = _shares(work, 1, ROWS, 1)
+    ends, total, begin, end = _shares(work, 1, ROWS, 2)
     n = 0
     while begin < end:
         _, _, row_end = _row_at(ends, begin, total)
@@ -580,8 +584,7 @@ def _look_ahead(work, ring, ROWS: gl.constexpr):
         for _ in range(begin, stop, 2):
             _wait(ring.full, n)
             stage = n & (STAGES - 1)
-            wide = _prepare(ring, 2 * stage) | _prepare(ring, 2 * stage + 1)
-            ring.wide.index(stage).store(gl.zeros([1], gl.int32, FLAG) + wide)
+            _prepare(ring, stage)
             gl.thread_barrier()
             mbarrier.arrive(ring.checked.index(stage))
             n += 1
@@ -589,52 +592,44 @@ def _look_ahead(work, ring, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _prepare(ring, place):
-    """Of a tile's keys: the largest scale times 2^24, and for each of four scales 4, 2 or 1 where it is that, a half, a quarter of it.
-
-    Returns:
-        Not 0 if a scale is less still.
+def _prepare(ring, stage):
+    """Of the keys of a stage: the largest scale times 2^24, and for each of four scales 4, 2 or 1 where it is that, a half, a quarter of
+    it; and not 0 for a tile where a scale is less still.
     """
-    PAIRS: gl.constexpr = gl.DistributedLinearLayout([[0, 1]], [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]], [], [], [1, 64])
+    STAGES: gl.constexpr = ring.full.shape[0]
+    PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [2], [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    factors = ring.factors._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).load(PAIRS)
     largest, units, missing = gl.inline_asm_elementwise(
         """{
-        .reg .b32 even, odd, most, below, unit;
-        and.b32 even, $3, 0x00ff00ff;
-        shr.u32 odd, $3, 8;
-        and.b32 odd, odd, 0x00ff00ff;
+        .reg .b32 even, odd, most, other, sel, seven;
+        prmt.b32 even, $3, 0, 0x4240;
+        prmt.b32 odd, $3, 0, 0x4341;
         max.u16x2 most, even, odd;
-        prmt.b32 below, most, most, 0x1032;
-        max.u16x2 most, most, below;
+        prmt.b32 other, most, most, 0x1032;
+        max.u16x2 most, most, other;
+        mad.lo.u32 $0, most, 0x00800000, 0x0c000000;
         sub.u32 even, most, even;
         sub.u32 odd, most, odd;
-        shl.b32 $0, most, 23;
-        add.u32 $0, $0, 0x0c000000;
-        and.b32 below, even, 0xffff;
-        shr.u32 $1, 4, below;
-        and.b32 below, odd, 0xffff;
-        shr.u32 unit, 4, below;
-        shl.b32 unit, unit, 8;
-        or.b32 $1, $1, unit;
-        shr.u32 below, even, 16;
-        shr.u32 unit, 4, below;
-        shl.b32 unit, unit, 16;
-        or.b32 $1, $1, unit;
-        shr.u32 below, odd, 16;
-        shr.u32 unit, 4, below;
-        shl.b32 unit, unit, 24;
-        or.b32 $1, $1, unit;
+        mov.b32 seven, 0x00070007;
+        min.u16x2 even, even, seven;
+        min.u16x2 odd, odd, seven;
+        mad.lo.u32 sel, odd, 16, even;
+        shr.u32 other, sel, 8;
+        or.b32 sel, sel, other;
+        prmt.b32 $1, 0x00010204, 0, sel;
         sub.u32 $2, $1, 0x01010101;
         lop3.b32 $2, $2, $1, 0x80808080, 0x20;
         }""",
         "=&r,=&r,=&r,r",
-        [ring.factors.index(place).load(PAIRS)],
+        [factors],
         dtype=(gl.int32, gl.int32, gl.int32),
         is_pure=True,
         pack=1,
     )
-    ring.largest.index(place).store(largest)
-    ring.units.index(place).store(units)
-    return gl.max(gl.reshape((missing != 0).to(gl.int32), (KEYS,)), 0)
+    ring.largest._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).store(largest)
+    ring.units._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).store(units)
+    ring.wide.index(stage).store(gl.reduce(gl.reshape(missing, (2, KEYS)), 1, _or))  # within warps
 
 
 @gluon.jit
@@ -676,6 +671,7 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, RO
                 stage = n & (STAGES - 1)
                 n += 1
                 if MIXED:
+                    words = _load_words(ring.words.index(2 * stage))
                     if (inexact | _is_wide(ring, stage)) != 0:
                         if not precise_is_there:
                             here = _again(row // blocks * work.b + row % blocks)
@@ -684,9 +680,9 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, RO
                             fence_async_shared()
                             gl.thread_barrier()
                             precise_is_there = True
-                        _score_tiles_in_turn(ring, stage, precise, to, query, tile, reach, HEADS, MAXIMA)
+                        _score_tiles_in_turn(words, ring, stage, precise, to, query, tile, reach, HEADS, MAXIMA)
                     else:
-                        _score_tiles_in_int8(ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
+                        _score_tiles_in_int8(words, ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
                 else:
                     _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS, MAXIMA)
         else:
@@ -738,7 +734,7 @@ def _index_score_kernel_sm90(
         SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], gl.int8)
         largest = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
         units = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
-        wide = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        wide = gl.allocate_shared_memory(gl.int32, [STAGES, 2], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
         ring = Ring(words, factors, full, empty, largest, units, wide, allocate_barriers(STAGES))
         queries = Queries(
             gl.allocate_shared_memory(gl.int8, [QUERIES, HEADS, DIM], SHARED),
@@ -757,7 +753,7 @@ def _index_score_kernel_sm90(
                 (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, ROWS, TILES)),
                 (_look_ahead, (work, ring, ROWS)),
             ],
-            [1, 1],
+            [1, 2],
             [24, 24],
         )
     else:
