@@ -535,7 +535,6 @@ def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.const
 @gluon.jit
 def _look_ahead(work, ring):
     """The role of another warp: what products in int8 need of the scales, and whether a key's are more than a factor of four apart."""
-    STAGES: gl.constexpr = ring.full.shape[0]
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     rows, begin, end = _shares(work, 1, 1)
     n = 0
@@ -608,7 +607,6 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
     """The role of four warps: scores of this program's tiles."""
     QUERIES: gl.constexpr = queries.q.shape[0]
     MIXED: gl.constexpr = queries.q.dtype == gl.int8
-    STAGES: gl.constexpr = ring.full.shape[0]
     rows, begin, end = _shares(work, QUERIES, 4)
     if begin >= end:
         gdc_wait()  # or the kernel after the next might start too early
