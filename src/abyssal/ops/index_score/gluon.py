@@ -792,7 +792,8 @@ def index_score(
 ) -> Tensor:
     """As `abyssal.ops.index_score.triton.index_score`, for compute capability 9.0 and keys of index_fp8 or index_mxfp4.
 
-    mxfp4 scales are exact from 2^-62 to 2^64.
+    mxfp4 scales are exact from 2^-62 to 2^64. `pool`, `page_table` and `visible` are read while the kernel launched right before may
+    still run: that one writes none of them, and has let this one start only once those before it had ended.
     """
     check(q, weights, pool, page_table, visible, layout, entries_per_page, num_entries, maxima)
     if layout.name == "index_bf16":
