@@ -54,7 +54,7 @@ def skip_unread(kernel, name: str) -> None:
 
 def cut(kernel, programs: int, queries: int):
     if kernel is gluon:
-        return gluon.ScoreConfig(programs, queries, tiles=4, registers=128)
+        return gluon.ScoreConfig(programs, queries, stages=2, registers=128)
     return triton.ScoreConfig(programs, queries, warps=4, stages=4)
 
 

@@ -335,30 +335,28 @@ def _multiply(keys, queries, j: gl.constexpr, HEADS: gl.constexpr):
 
 @gluon.jit
 def _by_lane(dots, HEADS: gl.constexpr):
-    """Numbers [KEYS, HEADS] as [KEYS, 4, HEADS / 4]: those of a lane side by side."""
-    dots = gl.permute(gl.reshape(dots, (KEYS, HEADS // 8, 4, 2)), (0, 2, 1, 3))
-    return gl.reshape(dots, (KEYS, 4, HEADS // 4))
+    """Dot products [64, HEADS] as [64, 4, HEADS / 4]: those of a thread side by side."""
+    return gl.reshape(gl.permute(gl.reshape(dots, (KEYS, HEADS // 8, 4, 2)), (0, 2, 1, 3)), (KEYS, 4, HEADS // 4))
 
 
 @gluon.jit
 def _load_weights(queries, j: gl.constexpr, HEADS: gl.constexpr):
     """A query's weights of the heads whose dot products a thread holds."""
-    terms = _by_lane(gl.zeros([KEYS, HEADS], gl.float32, _mma(HEADS, queries.q.dtype)), HEADS)
-    return gl.expand_dims(queries.weights.index(j).load(gl.SliceLayout(0, terms.type.layout)), 0)
+    dots = gl.zeros([KEYS, HEADS], gl.float32, _mma(HEADS, queries.q.dtype))
+    return queries.weights.index(j).load(gl.SliceLayout(0, _by_lane(dots, HEADS).type.layout))
 
 
 @gluon.jit
-def _pair_sums(dots, weights, HEADS: gl.constexpr):
-    """Sums over the heads of two lanes, fp32 [warp, 8, lane]: of a lane's first key in even lanes, of its second in odd ones."""
+def _lane_sums(dots, weights, HEADS: gl.constexpr):
+    """What each thread holds of its two keys' sums over heads, fp32 [warp, 8, lane] each."""
     if dots.dtype == gl.int32:
         terms = gl.maximum(dots, 0).to(gl.float32, bitcast=True)  # the bits of a small whole number are 2^-149 times it
     else:
         # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
         terms = dots + gl.abs(dots)
-    sums = gl.sum(_by_lane(terms, HEADS) * weights, 2)
+    sums = gl.sum(_by_lane(terms, HEADS) * gl.expand_dims(weights, 0), 2)
     low, high = gl.split(gl.permute(gl.reshape(sums, (4, 2, 8, 4)), (0, 2, 3, 1)))
-    low, high = gl.convert_layout(low, LANES, assert_trivial=True), gl.convert_layout(high, LANES, assert_trivial=True)
-    return _add_pairs(low, high)
+    return gl.convert_layout(low, LANES, assert_trivial=True), gl.convert_layout(high, LANES, assert_trivial=True)
 
 
 @gluon.jit
@@ -370,18 +368,14 @@ def _from_lane(values, distance: gl.constexpr):
 
 
 @gluon.jit
-def _add_pairs(low, high):
-    """Sums over lanes 0 and 1, and 2 and 3, of the four that share keys: an even lane gets those of the first argument."""
+def _add_lanes(low_a, high_a, low_b, high_b):
+    """Sums over the four lanes that share keys; each lane gets one: 0 and 1 those of the first two arguments, 2 and 3 of the others."""
     _, _, lane = _places()
+    second = (lane & 2) != 0
+    low = gl.where(second, low_b, low_a) + _from_lane(gl.where(second, low_a, low_b), 2)
+    high = gl.where(second, high_b, high_a) + _from_lane(gl.where(second, high_a, high_b), 2)
     odd = (lane & 1) != 0
     return gl.where(odd, high, low) + _from_lane(gl.where(odd, low, high), 1)
-
-
-@gluon.jit
-def _add_halves(first, second):
-    """Sums of both pairs of lanes: lanes 0 and 1 get those of the first argument, 2 and 3 those of the other."""
-    _, _, lane = _places()
-    return gl.where(lane < 2, first, second) + _from_lane(gl.where(lane < 2, second, first), 2)
 
 
 @gluon.jit
@@ -434,23 +428,13 @@ def _score_tiles(ring, stage, queries, weights, to, query, tile, reach, HEADS: g
     gl.thread_barrier()
     mbarrier.arrive(ring.empty.index(stage))
     dots = warpgroup_mma_wait(0, deps=(dots,))
-    next_dots = _multiply(keys, queries, 0, HEADS)
-    first = _pair_sums(dots, weights, HEADS)
-    dots = warpgroup_mma_wait(0, deps=(next_dots,))
-    second = _pair_sums(dots, weights, HEADS)
+    low_a, high_a = _lane_sums(dots, weights, HEADS)
+    dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
+    low_b, high_b = _lane_sums(dots, weights, HEADS)
     _, _, lane = _places()
-    scores = _add_halves(first, second) * gl.where(lane < 2, scale_a, scale_b)
+    scores = _add_lanes(low_a, high_a, low_b, high_b) * gl.where(lane < 2, scale_a, scale_b)
     of_lane, of_best, _ = _items(tile, tile + 1)
     _store(scores, to, query, query, of_lane, of_best, reach, reach, MAXIMA)
-
-
-@gluon.jit
-def _finish_tile(dots, scale, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
-    """The scores of one query and one tile from their dot products."""
-    sums = _pair_sums(dots, weights, HEADS)
-    of_lane, of_best, _ = _items(reach, 0)
-    _, best_tile, _ = _items(tile, tile)
-    _store(_add_halves(sums, sums) * scale, to, query, query, tile, best_tile, of_lane, of_best, MAXIMA)
 
 
 @gluon.jit
@@ -464,14 +448,14 @@ def _score_queries(ring, stage, queries, to, query, tile, work, count, HEADS: gl
     for j in gl.static_range(0, QUERIES, 2):
         next_dots = _multiply(keys, queries, j + 1, HEADS)
         dots = warpgroup_mma_wait(1, deps=(dots,))
-        first = _pair_sums(dots, _load_weights(queries, j, HEADS), HEADS)
+        low_a, high_a = _lane_sums(dots, _load_weights(queries, j, HEADS), HEADS)
         if j + 2 < QUERIES:
             dots = _multiply(keys, queries, j + 2, HEADS)
             next_dots = warpgroup_mma_wait(1, deps=(next_dots,))
         else:
             next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
-        second = _pair_sums(next_dots, _load_weights(queries, j + 1, HEADS), HEADS)
-        scores = _add_halves(first, second) * scale
+        low_b, high_b = _lane_sums(next_dots, _load_weights(queries, j + 1, HEADS), HEADS)
+        scores = _add_lanes(low_a, high_a, low_b, high_b) * scale
         of_lane, of_best, _ = _items(j, j + 1)
         reach = gl.minimum(gl.load(work.visible + query + of_lane, mask=of_lane < count, other=0), work.num_entries)
         best_reach = gl.minimum(gl.load(work.visible + query + of_best, mask=of_best < count, other=0), work.num_entries)
@@ -662,36 +646,29 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
                 _store_query(values, of_query, queries, j, HEADS)
         fence_async_shared()
         gl.thread_barrier()
-        if MIXED:
+        if QUERIES == 1:
+            if not MIXED:
+                of_heads = _load_weights(queries, 0, HEADS)
             for tile in range(first, last, 2):
                 stage = _wait(ring.checked, n)
                 n += 1
-                if (inexact | _is_wide(ring, stage)) != 0:
-                    if not precise_is_there:
-                        values = _load_query(q + query * (HEADS * DIM), True, HEADS)
-                        _store_query(values, weights + query * HEADS, precise, 0, HEADS)
-                        fence_async_shared()
-                        gl.thread_barrier()
-                        precise_is_there = True
-                    _score_tiles(ring, stage, precise, _load_weights(precise, 0, HEADS), to, query, tile, reach, HEADS, MAXIMA)
+                if MIXED:
+                    if (inexact | _is_wide(ring, stage)) != 0:
+                        if not precise_is_there:
+                            values = _load_query(q + query * (HEADS * DIM), True, HEADS)
+                            _store_query(values, weights + query * HEADS, precise, 0, HEADS)
+                            fence_async_shared()
+                            gl.thread_barrier()
+                            precise_is_there = True
+                        _score_tiles(
+                            ring, stage, precise, _load_weights(precise, 0, HEADS), to, query, tile, reach, HEADS, MAXIMA
+                        )
+                    else:
+                        _score_tiles(
+                            ring, stage, queries, _load_weights(queries, 0, HEADS), to, query, tile, reach, HEADS, MAXIMA
+                        )
                 else:
-                    _score_tiles(ring, stage, queries, _load_weights(queries, 0, HEADS), to, query, tile, reach, HEADS, MAXIMA)
-        elif QUERIES == 1:
-            # A tile's dot products are summed while the next one's are on their way; none are before the first.
-            own_weights = _load_weights(queries, 0, HEADS)
-            dots = gl.zeros([KEYS, HEADS], gl.float32, _mma(HEADS, queries.q.dtype))
-            scale = gl.zeros([4, 8, 4], gl.float32, LANES)
-            for tile in range(first, last):
-                stage = _wait(ring.full, n)
-                n += 1
-                keys, next_scale = _take(ring, stage, queries, HEADS)
-                next_dots = _multiply(keys, queries, 0, HEADS)
-                gl.thread_barrier()
-                mbarrier.arrive(ring.empty.index(stage))
-                seen = gl.where(tile > first, reach, 0)
-                _finish_tile(dots, scale, own_weights, to, query, tile - 1, seen, HEADS, MAXIMA)
-                dots, scale = warpgroup_mma_wait(0, deps=(next_dots,)), next_scale
-            _finish_tile(dots, scale, own_weights, to, query, last - 1, reach, HEADS, MAXIMA)
+                    _score_tiles(ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
         else:
             for tile in range(first, last):
                 stage = _wait(ring.full, n)
@@ -735,7 +712,7 @@ def _index_score_kernel_sm90(
     # Swizzled: with 64 heads the four rows of 64 bytes would meet in the same banks.
     WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(4 if HEADS > 8 else 2, 2, 2 if HEADS == 64 else 1, order=[1, 0])
     WIDE: gl.constexpr = gl.bfloat16 if FP4 else gl.float16
-    ITEMS: gl.constexpr = 2 if MIXED else 1  # tiles of a stage
+    ITEMS: gl.constexpr = 2 if QUERIES == 1 else 1  # tiles of a stage
     words = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS // 2 if FP4 else KEYS, 32], keys.layout)
     factors = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], scales.layout)
     full, empty = allocate_barriers(STAGES), allocate_barriers(STAGES)
@@ -776,7 +753,7 @@ def _index_score_kernel_sm90(
                 (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
             ],
             [1],
-            [24 if QUERIES == 1 else 48],
+            [24 if QUERIES == 1 else 40],
         )
 
 
@@ -791,7 +768,7 @@ class ScoreConfig:
 
     programs: int  # persistent, each takes an equal share of all tiles
     queries: int  # consecutive queries of a sequence that share the keys of a tile
-    tiles: int  # in shared memory, on their way or in use
+    stages: int  # in shared memory, on their way or in use, of two tiles if `queries` is 1, else of one; a power of two
     registers: int  # per thread at launch, half of what the scoring warps get
 
 
@@ -802,7 +779,7 @@ def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
     """
     queries = min(4, triton.next_power_of_2(b))
     copies = 2 if queries > 1 else 3 if heads == 64 else 4
-    return ScoreConfig(copies * multiprocessors, queries, tiles=4, registers=256 // copies // 8 * 8)
+    return ScoreConfig(copies * multiprocessors, queries, stages=2 if queries == 1 else 4, registers=256 // copies // 8 * 8)
 
 
 def _descriptors(pool: Tensor, key_words: int, entries_per_page: int) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -846,7 +823,6 @@ def index_score(
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
     config = config or score_config(b, heads, multiprocessors(q))
     rows = n * -(-b // config.queries)
-    mixed = layout.name == "index_mxfp4" and config.queries == 1
     keys, scales = _descriptors(pool, 32 if layout.name == "index_fp8" else 16, entries_per_page)
     _index_score_kernel_sm90[(config.programs,)](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
@@ -868,7 +844,7 @@ def index_score(
         QUERIES=config.queries,
         MAXIMA=maxima is not None,
         TILES=entries_per_page // KEYS_PER_TILE,
-        STAGES=config.tiles // 2 if mixed else config.tiles,
+        STAGES=config.stages,
         num_warps=4,
         maxnreg=config.registers,
         launch_pdl=True,
@@ -900,7 +876,7 @@ def aot_cases() -> list[AotCase]:
                 "QUERIES": queries,
                 "MAXIMA": True,
                 "TILES": 1,
-                "STAGES": 2 if layout == "index_mxfp4" and queries == 1 else 4,
+                "STAGES": 2 if queries == 1 else 4,
             },
             num_warps=4,
             aligned=("q",),
