@@ -420,17 +420,17 @@ def _wait(barriers, n):
 
 
 @gluon.jit
-def _score_tiles(ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
-    """One query and the two tiles of a stage. A positive scale passes the relu."""
+def _score_tiles(ring, stage, queries, of_heads, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """One query and the two tiles of a stage. A positive scale passes the relu. `of_heads`: weights, None where registers are few."""
     keys, scale_a = _take(ring, 2 * stage, queries, HEADS)
     dots = _multiply(keys, queries, 0, HEADS)
     keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
     gl.thread_barrier()
     mbarrier.arrive(ring.empty.index(stage))
     dots = warpgroup_mma_wait(0, deps=(dots,))
-    low_a, high_a = _lane_sums(dots, weights, HEADS)
+    low_a, high_a = _lane_sums(dots, _load_weights(queries, 0, HEADS) if of_heads is None else of_heads, HEADS)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
-    low_b, high_b = _lane_sums(dots, weights, HEADS)
+    low_b, high_b = _lane_sums(dots, _load_weights(queries, 0, HEADS) if of_heads is None else of_heads, HEADS)
     _, _, lane = _places()
     scores = _add_lanes(low_a, high_a, low_b, high_b) * gl.where(lane < 2, scale_a, scale_b)
     of_lane, of_best, _ = _items(tile, tile + 1)
@@ -660,13 +660,9 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
                             fence_async_shared()
                             gl.thread_barrier()
                             precise_is_there = True
-                        _score_tiles(
-                            ring, stage, precise, _load_weights(precise, 0, HEADS), to, query, tile, reach, HEADS, MAXIMA
-                        )
+                        _score_tiles(ring, stage, precise, None, to, query, tile, reach, HEADS, MAXIMA)
                     else:
-                        _score_tiles(
-                            ring, stage, queries, _load_weights(queries, 0, HEADS), to, query, tile, reach, HEADS, MAXIMA
-                        )
+                        _score_tiles(ring, stage, queries, None, to, query, tile, reach, HEADS, MAXIMA)
                 else:
                     _score_tiles(ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
         else:
