@@ -358,19 +358,6 @@ def _load_weights(queries, j: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _by_lane(dots, HEADS: gl.constexpr):
-    """Dot products [64, HEADS] as [64, 4, HEADS / 4]: those of a thread side by side."""
-    return gl.reshape(gl.permute(gl.reshape(dots, (KEYS, HEADS // 8, 4, 2)), (0, 2, 1, 3)), (KEYS, 4, HEADS // 4))
-
-
-@gluon.jit
-def _load_weights(queries, j: gl.constexpr, HEADS: gl.constexpr):
-    """A query's weights of the heads whose dot products a thread holds."""
-    dots = gl.zeros([KEYS, HEADS], gl.float32, _mma(HEADS, queries.q.dtype))
-    return queries.weights.index(j).load(gl.SliceLayout(0, _by_lane(dots, HEADS).type.layout))
-
-
-@gluon.jit
 def _lane_sums(dots, weights, HEADS: gl.constexpr):
     """What each thread holds of its two keys' sums over heads, fp32 [warp, 8, lane] each."""
     if dots.dtype == gl.int32:
