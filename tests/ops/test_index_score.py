@@ -260,6 +260,22 @@ def test_kernel_reads_scales_near_and_far_apart(kernel, b, heads, page):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_reads_every_mxfp4_code_at_every_place(kernel):
+    """All 256 bytes, so both zeros, at each of a key's 64; scales down to a quarter of its largest, then to an eighth; heads 2^-40 to 2^40."""
+    paged = Paged("index_mxfp4", 1, 1, 16, 256)
+    generator = torch.Generator().manual_seed(2)
+    paged.q *= torch.exp2(torch.randint(-40, 41, (16, 1), generator=generator)).bfloat16()
+    codes = torch.arange(256).unsqueeze(1) + 37 * torch.arange(64)
+    for page, steps in enumerate((3, 3, 4, 4)):
+        place = paged.table[0, page].long()
+        paged.pool[place, :4096] = (codes[64 * page : 64 * page + 64] % 256).flatten().to(torch.uint8)
+        paged.pool[place, 4096:4352] = 127 - torch.randint(0, steps, (256,), generator=generator).to(torch.uint8)
+    paged.keys = codec.unpack_pages(paged.layout, paged.pool[paged.table[0].long()], 64).view(1, 256, 128)
+    visible = torch.tensor([[256]])
+    paged.check(paged.score(kernel, visible), visible)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_zero_weights_and_zero_keys(kernel):
     paged = Paged("index_fp8", 1, 1, 8, 64)
     paged.weights.zero_()
