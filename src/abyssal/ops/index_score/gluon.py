@@ -5,8 +5,8 @@ The order of the 128 dimensions does not matter to a dot product, so each thread
 calls them the elements that the instruction expects of it, and the queries are stored in that order.
 
 index_fp8 is widened to fp16. index_mxfp4 becomes integers of 8 bits, whose products have twice the rate and exact sums, where the
-scales of every key in two tiles are within a factor of four; a third role looks ahead for tiles that are not so, and those are widened to
-bf16, as are all keys of a query that is not on the grid of such keys itself.
+scales of every key in two tiles are within a factor of four; a third role, two warps, looks ahead for tiles that are not so, and those
+are widened to bf16, as are all keys of a query that is not on the grid of such keys itself.
 """
 
 from __future__ import annotations
@@ -278,11 +278,13 @@ def _store_query(values, weights, to, j: gl.constexpr, HEADS: gl.constexpr):
 
 @gluon.jit
 def _larger_halves(a, b):
+    """For reductions."""
     return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _or(a, b):
+    """For reductions."""
     return a | b
 
 
@@ -293,7 +295,7 @@ def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
     head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))
     pair = gl.arange(0, DIM // 2, gl.SliceLayout(0, QUERY))
     w = gl.load(weights + head)
-    gl.thread_barrier()  # or the compiler would load them after all else
+    gl.thread_barrier()  # or the compiler would load weights after all else
     pairs = gl.load(q.to(gl.pointer_type(gl.int32), bitcast=True) + head[:, None] * (DIM // 2) + pair[None, :])
     largest = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger_halves)
     exponent = gl.maximum(largest & 0xFFFF, largest >> 16) >> 7
@@ -321,12 +323,13 @@ def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
 
 @gluon.jit
 def _take(ring, place, queries, HEADS: gl.constexpr):
+    """A tile's keys, widened for a product with `queries`, and what scales their scores."""
     return _widen(_load_words(ring.words.index(place)), ring, place, queries, HEADS)
 
 
 @gluon.jit
 def _widen(words, ring, place, queries, HEADS: gl.constexpr):
-    """A tile's keys, widened for a product with `queries`, and what scales their scores."""
+    """The same of a tile whose words a role already has."""
     MMA: gl.constexpr = _mma(HEADS, queries.q.dtype)
     if queries.q.dtype == gl.float16:
         return _widen_fp8(words, MMA), _load_scales(ring.factors.index(place))
@@ -450,7 +453,7 @@ def _score_tiles(ring, stage, queries, weights, to, query, tile, reach, HEADS: g
 
 @gluon.jit
 def _score_tiles_in_int8(words, ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
-    """The same where keys are small enough for two products at once."""
+    """The same with both products at once, for which keys of 8 bits leave registers."""
     keys, scale_a = _widen(words, ring, 2 * stage, queries, HEADS)
     dots_a = _multiply(keys, queries, 0, HEADS)
     keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
