@@ -191,6 +191,7 @@ def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor
     return keys.records.pages, keys.records.pages.stride(0), keys.slots, keys.slots.stride(0), keys.slots.shape[1], keys.lengths
 
 
+SECTORS = gl.constexpr(64)  # bytes that a prefetch surely brings
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
@@ -484,9 +485,9 @@ def at_end(tile, sink, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PAR
 
 
 @gluon.jit
-def here(rows):
+def here(values):
     """The same, but what depends on it is computed here, and not kept in registers through a loop."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -660,11 +661,10 @@ def bring_records(
     n = 0  # blocks of earlier tiles
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
-        rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
         # Most lists are full: their slots need not wait for the lengths.
-        lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
-        first_pointers, first_mask = slot_pointers(0, lists, BLOCK)
-        pointers, mask = slot_pointers(1, lists, BLOCK)
+        lists, blocks = lists_of_split(token, here(window.width), here(entries.width), split, work, BLOCK, PARTIAL)
+        first_pointers, first_mask = slot_pointers(0, lists, window, entries, BLOCK)
+        pointers, mask = slot_pointers(1, lists, window, entries, BLOCK)
         if tile < gl.num_programs(0):
             gdc_wait()  # now that addresses are known, which the compiler would compute after a wait without a condition
         first_slots = gl.load(first_pointers, mask=first_mask, other=-1)
@@ -672,38 +672,37 @@ def bring_records(
         window_length = gl.load(work.window_lengths + token)
         entry_length = gl.load(work.entry_lengths + token)
         if (window_length < window.width) | (entry_length < entries.width):
-            lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, PARTIAL)
-            first_slots = block_slots(0, lists, BLOCK)
-            slots = block_slots(1, lists, BLOCK)
-        pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
+            lists, blocks = lists_of_split(token, window_length, entry_length, split, work, BLOCK, PARTIAL)
+            first_slots = block_slots(0, lists, window, entries, BLOCK)
+            slots = block_slots(1, lists, window, entries, BLOCK)
         if WINDOW.name == ENTRIES.name:
-            bring_blocks(n, 0, blocks, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, True, WINDOW,
+            bring_blocks(n, 0, blocks, first_slots, slots, lists, window, entries, zeros, left, right, bias, never, of_left, of_right, True, WINDOW,
                          WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
         else:
             of_window = gl.minimum(gl.maximum(lists[4], 0), blocks)
-            bring_blocks(n, 0, of_window, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, False, WINDOW,
+            bring_blocks(n, 0, of_window, first_slots, slots, lists, window, entries, zeros, left, right, bias, never, of_left, of_right, False, WINDOW,
                          WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
-            first_slots = block_slots(of_window, lists, BLOCK)
-            slots = block_slots(of_window + 1, lists, BLOCK)
-            bring_blocks(n, of_window, blocks, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, True,
+            first_slots = block_slots(of_window, lists, window, entries, BLOCK)
+            slots = block_slots(of_window + 1, lists, window, entries, BLOCK)
+            bring_blocks(n, of_window, blocks, first_slots, slots, lists, window, entries, zeros, left, right, bias, never, of_left, of_right, True,
                          ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
         n += blocks
 
 
 @gluon.jit
-def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
-    """Both lists as if slot 0 of either were the first of all blocks of a split, none reaching beyond its last; and its blocks."""
+def lists_of_split(token, window_length, entry_length, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
+    """Token and first block of a split, ends of both lists and the window's blocks from there on, none beyond its last; and its blocks."""
     window_blocks = (window_length + BLOCK - 1) // BLOCK
     first, blocks = split_range(split, window_blocks + (entry_length + BLOCK - 1) // BLOCK, work, PARTIAL)
     window_blocks = window_blocks - first
     window_end = gl.minimum(window_length - first * BLOCK, blocks * BLOCK)
     entry_end = gl.minimum(entry_length + window_blocks * BLOCK, blocks * BLOCK)
-    return (rows[0] + first * BLOCK, window_end, rows[1] - window_blocks * BLOCK, entry_end, window_blocks), blocks
+    return (token, first, window_end, entry_end, window_blocks), blocks
 
 
 @gluon.jit
 def bring_blocks(
-    n, first, end, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, LAST: gl.constexpr,
+    n, first, end, first_slots, slots, lists, window, entries, zeros, left, right, bias, never, of_left, of_right, LAST: gl.constexpr,
     LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Bring the records of one layout in a tile's blocks `first` to `end`, n blocks after those of the program's first.
@@ -714,7 +713,7 @@ def bring_blocks(
     compiler does not know. Before the loop, too, or it would wait at the loop's head.
     """
     BLOCK: gl.constexpr = left.shape[1]
-    where = locate(first, end, n, first_slots, pools, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    where = locate(first, end, n, first_slots, lists, window, entries, zeros, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
     if LAYOUT.grid is None:
         for block in range(first, end):
             half = (n + block) & 1
@@ -725,32 +724,29 @@ def bring_blocks(
             mbarrier.wait(of_right.empty.index(half), phase)
             copy_half(1, where, right.index(half))
             async_copy.mbarrier_arrive(of_right.full.index(half))
-            where = locate(block + 1, end, n, slots, pools, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            slots = block_slots(block + 2, lists, BLOCK)
+            where = locate(block + 1, end, n, slots, lists, window, entries, zeros, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            slots = block_slots(block + 2, lists, window, entries, BLOCK)
             mbarrier.arrive(of_left.full.index(half))
             mbarrier.arrive(of_right.full.index(half))
     else:
         left_codes, left_scales = load_half(0, where, slots * 0, LAYOUT)
-        came = gl.max(left_codes[0], axis=2)
-        for i in gl.static_range(1, len(left_codes)):
-            came |= gl.max(left_codes[i], axis=2)
-        came = gl.convert_layout(gl.max(came, axis=1), slots.type.layout, assert_trivial=True) | slots | left_scales[0]
-        if LAYOUT.name == "v41":
-            came |= left_scales[1]
-        right_codes, right_scales = load_half(1, where, nothing(came, never), LAYOUT)
+        right_codes, right_scales = load_half(1, where, slots * 0, LAYOUT)
+        fetch(first + 1, end, slots, lists, window, entries, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
         for block in range(first, end):
             half = (n + block) & 1
             phase = (n + block) >> 1 & 1 ^ 1
             mbarrier.wait(of_left.empty.index(half), phase)
             convert_half(0, left_codes, left_scales, left.index(half), LAYOUT)
             mbarrier.arrive(of_left.full.index(half))
-            where = locate(block + 1, end, n, slots, pools, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(block + 1, end, n, slots, lists, window, entries, zeros, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
             left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), LAYOUT)
-            slots = block_slots(block + 2, lists, BLOCK)
+            slots = block_slots(block + 2, lists, window, entries, BLOCK)
             mbarrier.wait(of_right.empty.index(half), phase)
             convert_half(1, right_codes, right_scales, right.index(half), LAYOUT)
             mbarrier.arrive(of_right.full.index(half))
-            right_codes, right_scales = load_half(1, where, nothing(left_scales[0], never), LAYOUT)
+            after = nothing(left_scales[0] | slots, never)
+            right_codes, right_scales = load_half(1, where, after, LAYOUT)
+            fetch(block + 2, end, slots + after, lists, window, entries, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
 
 
 @gluon.jit
@@ -760,24 +756,26 @@ def nothing(came, never):
 
 
 @gluon.jit
-def block_slots(block, lists, BLOCK: gl.constexpr):
+def block_slots(block, lists, window, entries, BLOCK: gl.constexpr):
     """Slots of a block, -1 beyond its list's end."""
-    pointers, mask = slot_pointers(block, lists, BLOCK)
+    pointers, mask = slot_pointers(block, lists, window, entries, BLOCK)
     return gl.load(pointers, mask=mask, other=-1)
 
 
 @gluon.jit
-def slot_pointers(block, lists, BLOCK: gl.constexpr):
-    window_row, window_end, entry_row, entry_end, window_blocks = lists
+def slot_pointers(block, lists, window, entries, BLOCK: gl.constexpr):
+    token, first, window_end, entry_end, window_blocks = lists
+    token = here(token).to(gl.int64)
     in_window = block < window_blocks
     KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps(), BLOCK)))  # one value per key
     n = here(block * BLOCK + gl.arange(0, BLOCK, layout=KEYS))  # or the compiler would count blocks in 64 bits, for addresses
-    return (window_row if in_window else entry_row) + n, n < (window_end if in_window else entry_end)
+    row = window.slots + token * window.stride if in_window else entries.slots + token * entries.stride
+    return row + (n + (first if in_window else -window_blocks) * BLOCK), n < (window_end if in_window else entry_end)
 
 
 @gluon.jit
 def locate(
-    block, end, n, slots, pools, bias, LAST: gl.constexpr, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
+    block, end, n, slots, lists, window, entries, zeros, bias, LAST: gl.constexpr, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
     """Where records lie, those before block `end`, and how far from there their scales.
@@ -786,8 +784,16 @@ def locate(
     after next comes to shared memory.
     """
     bias.index((n + block) & 3).store(gl.where(slots >= 0, 0.0, float("-inf")))
-    window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
-    in_window = block < window_blocks
+    known = slots >= 0
+    if not LAST:
+        known = known & (block < end)
+    data, scales = record_at(block, slots, lists, window, entries, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    return gl.where(known, data, zeros), gl.where(known, scales, 0)
+
+
+@gluon.jit
+def record_at(block, slots, lists, window, entries, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr):
+    in_window = block < lists[4]
     slot = gl.maximum(slots, 0)
     if WINDOW_PER_PAGE == ENTRIES_PER_PAGE:
         page, row = slot // WINDOW_PER_PAGE, slot % WINDOW_PER_PAGE
@@ -795,13 +801,30 @@ def locate(
         page = gl.where(in_window, slot // WINDOW_PER_PAGE, slot // ENTRIES_PER_PAGE)
         row = gl.where(in_window, slot % WINDOW_PER_PAGE, slot % ENTRIES_PER_PAGE)
     all_data = (WINDOW_PER_PAGE if in_window else ENTRIES_PER_PAGE) * LAYOUT.data_bytes
-    pages = window_pages if in_window else entry_pages
-    data = pages + page.to(gl.int64) * (window_page_stride if in_window else entry_page_stride) + row * LAYOUT.data_bytes
-    known = slots >= 0
+    pages = window.pages if in_window else entries.pages
+    data = pages + page.to(gl.int64) * (window.page_stride if in_window else entries.page_stride) + row * LAYOUT.data_bytes
+    return data, all_data - row * (LAYOUT.data_bytes - LAYOUT.scale_bytes)
+
+
+@gluon.jit
+def fetch(
+    block, end, slots, lists, window, entries, LAST: gl.constexpr, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr
+):  # fmt: skip
+    """Begin to bring a block's records to the L2: loads that find them there last less than the widening of the other half."""
     if not LAST:
-        known = known & (block < end)
-    data = gl.where(known, data, zeros)
-    return data, gl.where(known, all_data - row * (LAYOUT.data_bytes - LAYOUT.scale_bytes), 0)
+        slots = gl.where(block < end, slots, -1)
+    data, scales = record_at(block, slots, lists, window, entries, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    PART: gl.constexpr = code_layout(4, gl.num_warps(), slots.shape[0])
+    T: gl.constexpr = PART.shape[1]
+    PIECES: gl.constexpr = LAYOUT.data_bytes // SECTORS
+    data = gl.expand_dims(gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, PART)), assert_trivial=True), 1)
+    scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(1, gl.SliceLayout(2, PART)), assert_trivial=True), 1)
+    piece = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, gl.SliceLayout(2, PART))), 0)
+    for i in gl.static_range(PIECES // T + 1):
+        at = data + gl.where(piece + i * T < PIECES, (piece + i * T) * SECTORS, scales)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit
