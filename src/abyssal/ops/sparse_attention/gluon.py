@@ -417,10 +417,11 @@ def weigh_and_add(
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
     blocks = blocks_of_tile(gl.program_id(0), work, BLOCK, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
-        token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)), plus)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
+        next_tile = gl.minimum(tile + gl.num_programs(0), work.tiles - 1)
+        next_blocks = here(blocks_of_tile(next_tile, work, BLOCK, HEAD_BLOCKS, PARTIAL))
         mbarrier.wait(of_q.full.index(0), parity)
         if blocks > 0:
             mbarrier.wait(of_left.full.index(n & 1), n >> 1 & 1)
@@ -444,13 +445,14 @@ def weigh_and_add(
             half = (n - 1) & 1
             mbarrier.arrive(of_q.empty.index(0))
             last = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-            b_sink, next_blocks = at_end(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+            b_sink = load_sink(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
             acc = warpgroup_mma_wait(0, deps=[last])
             mbarrier.arrive(of_left.empty.index(half))
         else:
             mbarrier.arrive(of_q.empty.index(0))
-            b_sink, next_blocks = at_end(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+            b_sink = load_sink(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
 
+        token, split, first_head = place(here(tile), work, HEAD_BLOCKS, PARTIAL)
         total = gl.convert_layout(gl.sum(total, axis=1), ROWS, assert_trivial=True)
         rows = here(gl.arange(0, 64, layout=ROWS))
         in_range = rows < work.heads - first_head
@@ -474,14 +476,14 @@ def weigh_and_add(
 
 
 @gluon.jit
-def at_end(tile, sink, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
-    """What is loaded during a tile's last product: sinks of its heads, where it has all keys, and how many blocks the next tile has."""
-    _, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+def load_sink(tile, sink, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    """Sinks of a tile's heads, where it has all keys; loaded during its last product."""
     rows = here(gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout(BLOCK))))
     b_sink = rows.to(gl.float32)
     if not PARTIAL:
+        _, _, first_head = place(here(tile), work, HEAD_BLOCKS, PARTIAL)
         b_sink = gl.load(sink + first_head + rows, mask=rows < work.heads - first_head, other=0.0)
-    return b_sink, blocks_of_tile(gl.minimum(tile + gl.num_programs(0), work.tiles - 1), work, BLOCK, HEAD_BLOCKS, PARTIAL)
+    return b_sink
 
 
 @gluon.jit
@@ -568,7 +570,6 @@ def add_right(
     gdc_wait()
     copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
-        token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         BLOCK: gl.constexpr = right.shape[1]
         blocks = blocks_of_tile(tile, work, BLOCK, HEAD_BLOCKS, PARTIAL)
         acc = warpgroup_mma_init(gl.zeros([64, HALF], gl.float32, OUTPUT))
@@ -591,6 +592,7 @@ def add_right(
             copy_queries(tile + gl.num_programs(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(of_right.empty.index((n - 1) & 1), pred=blocks > 0)
+        token, split, first_head = place(here(tile), work, HEAD_BLOCKS, PARTIAL)
         if PARTIAL:
             store_part(1, acc, to, part_of(token, split, work), first_head, work.heads)
         else:
@@ -635,7 +637,7 @@ def store_rows(values, out, stride, count):
 @gluon.jit
 def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
     """Begin to copy a tile's queries to shared memory."""
-    token, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+    token, _, first_head = place(here(tile), work, HEAD_BLOCKS, PARTIAL)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
     q_row = queries.rows + token.to(gl.int64) * queries.stride_t
