@@ -715,7 +715,9 @@ def bring_blocks(
     compiler does not know. Before the loop, too, or it would wait at the loop's head.
     """
     BLOCK: gl.constexpr = left.shape[1]
-    where = locate(first, end, n, first_slots, lists, window, entries, zeros, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    where = locate(
+        first, end, n, first_slots, lists, window, entries, zeros, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE
+    )
     if LAYOUT.grid is None:
         for block in range(first, end):
             half = (n + block) & 1
@@ -726,7 +728,9 @@ def bring_blocks(
             mbarrier.wait(of_right.empty.index(half), phase)
             copy_half(1, where, right.index(half))
             async_copy.mbarrier_arrive(of_right.full.index(half))
-            where = locate(block + 1, end, n, slots, lists, window, entries, zeros, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(
+                block + 1, end, n, slots, lists, window, entries, zeros, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE
+            )
             slots = block_slots(block + 2, lists, window, entries, BLOCK)
             mbarrier.arrive(of_left.full.index(half))
             mbarrier.arrive(of_right.full.index(half))
@@ -740,7 +744,9 @@ def bring_blocks(
             mbarrier.wait(of_left.empty.index(half), phase)
             convert_half(0, left_codes, left_scales, left.index(half), LAYOUT)
             mbarrier.arrive(of_left.full.index(half))
-            where = locate(block + 1, end, n, slots, lists, window, entries, zeros, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            where = locate(
+                block + 1, end, n, slots, lists, window, entries, zeros, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE
+            )
             left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), LAYOUT)
             slots = block_slots(block + 2, lists, window, entries, BLOCK)
             mbarrier.wait(of_right.empty.index(half), phase)
@@ -794,7 +800,9 @@ def locate(
 
 
 @gluon.jit
-def record_at(block, slots, lists, window, entries, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr):
+def record_at(
+    block, slots, lists, window, entries, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr
+):
     in_window = block < lists[4]
     slot = gl.maximum(slots, 0)
     if WINDOW_PER_PAGE == ENTRIES_PER_PAGE:
@@ -818,15 +826,13 @@ def fetch(
     data, scales = record_at(block, slots, lists, window, entries, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
     PART: gl.constexpr = code_layout(4, gl.num_warps(), slots.shape[0])
     T: gl.constexpr = PART.shape[1]
-    PIECES: gl.constexpr = LAYOUT.data_bytes // SECTORS
+    PIECES: gl.constexpr = -(-LAYOUT.data_bytes // SECTORS)
     data = gl.expand_dims(gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, PART)), assert_trivial=True), 1)
     scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(1, gl.SliceLayout(2, PART)), assert_trivial=True), 1)
     piece = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, gl.SliceLayout(2, PART))), 0)
     for i in gl.static_range(PIECES // T + 1):
         at = data + gl.where(piece + i * T < PIECES, (piece + i * T) * SECTORS, scales)
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
-        )
+        gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
