@@ -640,10 +640,10 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
     token, _, first_head = place(here(tile), work, HEAD_BLOCKS, PARTIAL)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
-    q_row = queries.rows + token.to(gl.int64) * queries.stride_t
+    q_row = queries.rows + token.to(gl.int64) * queries.stride_t + first_head.to(gl.int64) * queries.stride_h
     for first in gl.static_range(0, 64, 8):
         rows = here(gl.arange(first, first + 8, layout=gl.SliceLayout(1, COPY)))
-        pointers = gl.expand_dims(q_row + (first_head + rows).to(gl.int64) * queries.stride_h, 1) + gl.expand_dims(columns, 0)
+        pointers = gl.expand_dims(q_row + rows.to(gl.int64) * queries.stride_h, 1) + gl.expand_dims(columns, 0)
         mask = gl.expand_dims(rows < work.heads - first_head, 1)
         for side in gl.static_range(2):
             to = q_smem.slice(first, 8).slice(side * HALF, HALF, dim=1)
