@@ -693,7 +693,10 @@ def bring_records(
 
 @gluon.jit
 def lists_of_split(token, window_length, entry_length, split, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
-    """Token and first block of a split, ends of both lists and the window's blocks from there on, none beyond its last; and its blocks."""
+    """Where a split finds its keys, and how many blocks they are.
+
+    The first: token, first block, and from that on the ends of both lists, none beyond the split's, and the blocks of the window.
+    """
     window_blocks = (window_length + BLOCK - 1) // BLOCK
     first, blocks = split_range(split, window_blocks + (entry_length + BLOCK - 1) // BLOCK, work, PARTIAL)
     window_blocks = window_blocks - first
@@ -709,10 +712,10 @@ def bring_blocks(
 ):  # fmt: skip
     """Bring the records of one layout in a tile's blocks `first` to `end`, n blocks after those of the program's first.
 
-    LAST: no other layout's records follow. Codes of one half of a block are on their way while those of the other are widened, and slots
-    a block ahead of them. The compiler gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So
-    the loads of a half are issued when those of the other have come: their addresses depend on it through `never`, zeros that the
-    compiler does not know. Before the loop, too, or it would wait at the loop's head.
+    LAST: no other layout's records follow. Codes of one half of a block are on their way while those of the other are widened; a block
+    ahead of them come slots, and what these name comes to the L2. The compiler gives all loads one scoreboard, so whoever waits for one
+    waits for all that were issued. So the loads of a half are issued when those of the other have come: their addresses depend on it
+    through `never`, zeros that the compiler does not know. Only those of the first block are issued together.
     """
     BLOCK: gl.constexpr = left.shape[1]
     where = locate(
@@ -786,7 +789,7 @@ def locate(
     block, end, n, slots, lists, window, entries, zeros, bias, LAST: gl.constexpr, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Where records lie, those before block `end`, and how far from there their scales.
+    """As `record_at`, for those that exist and come before block `end`, or a record of zeros.
 
     What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
     after next comes to shared memory.
@@ -803,6 +806,7 @@ def locate(
 def record_at(
     block, slots, lists, window, entries, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr
 ):
+    """Where records lie, and how far from there their scales."""
     in_window = block < lists[4]
     slot = gl.maximum(slots, 0)
     if WINDOW_PER_PAGE == ENTRIES_PER_PAGE:
