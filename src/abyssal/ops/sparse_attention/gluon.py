@@ -32,8 +32,8 @@ from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, fixed_spl
 BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them
 NUM_WARPS = 4  # of the role that weighs; four more add the right half
-ADD_REGISTERS = 160
-BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
+ADD_REGISTERS = 168
+BRING_REGISTERS = {4: 152, 8: 72}  # by the number of warps that bring records
 
 # Microseconds, fitted to 37 measured launches with splits, of 1 to 64 queries, with an error of 10 % at most.
 START_COST = 4.2  # of one program (launch, queries, first records, result)
@@ -124,7 +124,8 @@ def sparse_attention(
     splits = config.splits
     parts = Parts.empty(q, splits.count)
     tiles = tokens * splits.count * -(-heads // BLOCK_HEADS)
-    attend_kernel[(min(tiles, multiprocessors(q.device)),)](
+    programs = min(tiles, multiprocessors(q.device))
+    attend_kernel[(programs,)](
         q,
         q.stride(0),
         q.stride(1),
@@ -141,6 +142,7 @@ def sparse_attention(
         parts.rows,
         heads,
         tiles,
+        programs,
         splits.count,
         splits.blocks or 0,
         D=HEAD_DIM,
@@ -191,7 +193,6 @@ def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor
     return keys.records.pages, keys.records.pages.stride(0), keys.slots, keys.slots.stride(0), keys.slots.shape[1], keys.lengths
 
 
-SECTORS = gl.constexpr(64)  # bytes that a prefetch surely brings
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
@@ -218,6 +219,7 @@ class Work(NamedTuple):
     entry_lengths: Any
     heads: Any
     tiles: Any
+    programs: Any
     count: Any
     split_blocks: Any
 
@@ -276,7 +278,7 @@ def code_layout(words, num_warps, block, turned=False):
     return gl.DistributedLinearLayout(of_thread + rows[of_warps:], lanes, rows[of_lanes:of_warps], [], [block, count, words])
 
 
-@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
+@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "programs", "count", "split_blocks"])
 def attend_kernel(
     q,
     q_stride_t,
@@ -304,6 +306,7 @@ def attend_kernel(
     partial_rows,
     H,
     tiles,
+    programs,
     count,
     split_blocks,
     D: gl.constexpr,
@@ -341,7 +344,7 @@ def attend_kernel(
     p_full = allocate_barriers(2)
     fence_async_shared()
 
-    work = Work(window_lengths, entry_lengths, H, tiles, count, split_blocks)
+    work = Work(window_lengths, entry_lengths, H, tiles, programs, count, split_blocks)
     queries = Queries(q, q_stride_t, q_stride_h)
     to = Output(out, out_stride_t, out_stride_h, lse)
     if PARTIAL:
@@ -398,9 +401,13 @@ def split_range(split, blocks, work, PARTIAL: gl.constexpr):
 @gluon.jit
 def blocks_of_tile(tile, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
     token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
-    window_blocks = (gl.load(work.window_lengths + token) + BLOCK - 1) // BLOCK
-    entry_blocks = (gl.load(work.entry_lengths + token) + BLOCK - 1) // BLOCK
-    return split_range(split, window_blocks + entry_blocks, work, PARTIAL)[1]
+    return blocks_of_lengths(split, gl.load(work.window_lengths + token), gl.load(work.entry_lengths + token), work, BLOCK, PARTIAL)
+
+
+@gluon.jit
+def blocks_of_lengths(split, window_length, entry_length, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
+    blocks = (window_length + BLOCK - 1) // BLOCK + (entry_length + BLOCK - 1) // BLOCK
+    return split_range(split, blocks, work, PARTIAL)[1]
 
 
 @gluon.jit
@@ -416,12 +423,12 @@ def weigh_and_add(
     gdc_wait()  # every role: launched while the kernel before may still run
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
     blocks = blocks_of_tile(gl.program_id(0), work, BLOCK, HEAD_BLOCKS, PARTIAL)
-    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), work.tiles, work.programs):
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)), plus)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        next_tile = gl.minimum(tile + gl.num_programs(0), work.tiles - 1)
-        next_blocks = here(blocks_of_tile(next_tile, work, BLOCK, HEAD_BLOCKS, PARTIAL))
+        next_token, next_split, _ = place(gl.minimum(tile + work.programs, work.tiles - 1), work, HEAD_BLOCKS, PARTIAL)
+        next_lengths = gl.load(work.window_lengths + next_token), gl.load(work.entry_lengths + next_token)
         mbarrier.wait(of_q.full.index(0), parity)
         if blocks > 0:
             mbarrier.wait(of_left.full.index(n & 1), n >> 1 & 1)
@@ -472,7 +479,7 @@ def weigh_and_add(
             gl.store(to.of_rows + token.to(gl.int64) * work.heads + first_head + rows, b_lse * 0.6931471805599453, mask=in_range)
             store_half(0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, first_head, work.heads)
         parity ^= 1
-        blocks = next_blocks
+        blocks = blocks_of_lengths(next_split, here(next_lengths[0]), here(next_lengths[1]), work, BLOCK, PARTIAL)
 
 
 @gluon.jit
@@ -569,7 +576,7 @@ def add_right(
     parity = 0
     gdc_wait()
     copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
-    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), work.tiles, work.programs):
         BLOCK: gl.constexpr = right.shape[1]
         blocks = blocks_of_tile(tile, work, BLOCK, HEAD_BLOCKS, PARTIAL)
         acc = warpgroup_mma_init(gl.zeros([64, HALF], gl.float32, OUTPUT))
@@ -588,8 +595,8 @@ def add_right(
         if not PARTIAL:
             mbarrier.arrive(of_end.empty.index(0))
         mbarrier.wait(of_q.empty.index(0), parity)
-        if tile + gl.num_programs(0) < work.tiles:
-            copy_queries(tile + gl.num_programs(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+        if tile + work.programs < work.tiles:
+            copy_queries(tile + work.programs, queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(of_right.empty.index((n - 1) & 1), pred=blocks > 0)
         token, split, first_head = place(here(tile), work, HEAD_BLOCKS, PARTIAL)
@@ -661,13 +668,13 @@ def bring_records(
     """Bring the records of both lists as bf16, block by block, to shared memory."""
     BLOCK: gl.constexpr = left.shape[1]
     n = 0  # blocks of earlier tiles
-    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), work.tiles, work.programs):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
         # Most lists are full: their slots need not wait for the lengths.
         lists, blocks = lists_of_split(token, here(window.width), here(entries.width), split, work, BLOCK, PARTIAL)
         first_pointers, first_mask = slot_pointers(0, lists, window, entries, BLOCK)
         pointers, mask = slot_pointers(1, lists, window, entries, BLOCK)
-        if tile < gl.num_programs(0):
+        if tile < work.programs:
             gdc_wait()  # now that addresses are known, which the compiler would compute after a wait without a condition
         first_slots = gl.load(first_pointers, mask=first_mask, other=-1)
         slots = gl.load(pointers, mask=mask, other=-1)
@@ -712,10 +719,10 @@ def bring_blocks(
 ):  # fmt: skip
     """Bring the records of one layout in a tile's blocks `first` to `end`, n blocks after those of the program's first.
 
-    LAST: no other layout's records follow. Codes of one half of a block are on their way while those of the other are widened; a block
-    ahead of them come slots, and what these name comes to the L2. The compiler gives all loads one scoreboard, so whoever waits for one
-    waits for all that were issued. So the loads of a half are issued when those of the other have come: their addresses depend on it
-    through `never`, zeros that the compiler does not know. Only those of the first block are issued together.
+    LAST: no other layout's records follow. Codes of one half of a block are on their way while those of the other are widened, and slots
+    a block ahead of them. The compiler gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So
+    the loads of a half are issued when those of the other have come: their addresses depend on it through `never`, zeros that the
+    compiler does not know. Before the loop, too, or it would wait at the loop's head.
     """
     BLOCK: gl.constexpr = left.shape[1]
     where = locate(
@@ -739,8 +746,13 @@ def bring_blocks(
             mbarrier.arrive(of_right.full.index(half))
     else:
         left_codes, left_scales = load_half(0, where, slots * 0, LAYOUT)
-        right_codes, right_scales = load_half(1, where, slots * 0, LAYOUT)
-        fetch(first + 1, end, slots, lists, window, entries, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+        came = gl.max(left_codes[0], axis=2)
+        for i in gl.static_range(1, len(left_codes)):
+            came |= gl.max(left_codes[i], axis=2)
+        came = gl.convert_layout(gl.max(came, axis=1), slots.type.layout, assert_trivial=True) | slots | left_scales[0]
+        if LAYOUT.name == "v41":
+            came |= left_scales[1]
+        right_codes, right_scales = load_half(1, where, nothing(came, never), LAYOUT)
         for block in range(first, end):
             half = (n + block) & 1
             phase = (n + block) >> 1 & 1 ^ 1
@@ -755,9 +767,7 @@ def bring_blocks(
             mbarrier.wait(of_right.empty.index(half), phase)
             convert_half(1, right_codes, right_scales, right.index(half), LAYOUT)
             mbarrier.arrive(of_right.full.index(half))
-            after = nothing(left_scales[0] | slots, never)
-            right_codes, right_scales = load_half(1, where, after, LAYOUT)
-            fetch(block + 2, end, slots + after, lists, window, entries, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            right_codes, right_scales = load_half(1, where, nothing(left_scales[0], never), LAYOUT)
 
 
 @gluon.jit
@@ -789,24 +799,12 @@ def locate(
     block, end, n, slots, lists, window, entries, zeros, bias, LAST: gl.constexpr, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
     ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """As `record_at`, for those that exist and come before block `end`, or a record of zeros.
+    """Where records lie, those before block `end`, and how far from there their scales.
 
     What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
     after next comes to shared memory.
     """
     bias.index((n + block) & 3).store(gl.where(slots >= 0, 0.0, float("-inf")))
-    known = slots >= 0
-    if not LAST:
-        known = known & (block < end)
-    data, scales = record_at(block, slots, lists, window, entries, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-    return gl.where(known, data, zeros), gl.where(known, scales, 0)
-
-
-@gluon.jit
-def record_at(
-    block, slots, lists, window, entries, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr
-):
-    """Where records lie, and how far from there their scales."""
     in_window = block < lists[4]
     slot = gl.maximum(slots, 0)
     if WINDOW_PER_PAGE == ENTRIES_PER_PAGE:
@@ -817,26 +815,11 @@ def record_at(
     all_data = (WINDOW_PER_PAGE if in_window else ENTRIES_PER_PAGE) * LAYOUT.data_bytes
     pages = window.pages if in_window else entries.pages
     data = pages + page.to(gl.int64) * (window.page_stride if in_window else entries.page_stride) + row * LAYOUT.data_bytes
-    return data, all_data - row * (LAYOUT.data_bytes - LAYOUT.scale_bytes)
-
-
-@gluon.jit
-def fetch(
-    block, end, slots, lists, window, entries, LAST: gl.constexpr, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr
-):  # fmt: skip
-    """Begin to bring a block's records to the L2: loads that find them there last less than the widening of the other half."""
+    known = slots >= 0
     if not LAST:
-        slots = gl.where(block < end, slots, -1)
-    data, scales = record_at(block, slots, lists, window, entries, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-    PART: gl.constexpr = code_layout(4, gl.num_warps(), slots.shape[0])
-    T: gl.constexpr = PART.shape[1]
-    PIECES: gl.constexpr = -(-LAYOUT.data_bytes // SECTORS)
-    data = gl.expand_dims(gl.convert_layout(data, gl.SliceLayout(1, gl.SliceLayout(2, PART)), assert_trivial=True), 1)
-    scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(1, gl.SliceLayout(2, PART)), assert_trivial=True), 1)
-    piece = gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(0, gl.SliceLayout(2, PART))), 0)
-    for i in gl.static_range(PIECES // T + 1):
-        at = data + gl.where(piece + i * T < PIECES, (piece + i * T) * SECTORS, scales)
-        gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+        known = known & (block < end)
+    data = gl.where(known, data, zeros)
+    return data, gl.where(known, all_data - row * (LAYOUT.data_bytes - LAYOUT.scale_bytes), 0)
 
 
 @gluon.jit
@@ -1118,7 +1101,7 @@ def aot_cases() -> list[AotCase]:
     pointers |= dict.fromkeys(("sink", "lse", "partial_rows"), "*fp32") | {"partial_out": "*fp16"}
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
-    numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks")
+    numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "programs", "count", "split_blocks")
     signature = pointers | dict.fromkeys(numbers, "i32") | {"scale_log2": "fp32"}
 
     def attend(pair: tuple[str, str], count: int, keys: int = BLOCK_KEYS) -> AotCase:
