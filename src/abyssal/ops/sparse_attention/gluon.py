@@ -32,7 +32,7 @@ from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, fixed_spl
 BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them
 NUM_WARPS = 4  # of the role that weighs; four more add the right half
-ADD_REGISTERS = 168
+ADD_REGISTERS = 160
 BRING_REGISTERS = {4: 152, 8: 72}  # by the number of warps that bring records
 
 # Microseconds, fitted to 37 measured launches with splits, of 1 to 64 queries, with an error of 10 % at most.
@@ -401,7 +401,9 @@ def split_range(split, blocks, work, PARTIAL: gl.constexpr):
 @gluon.jit
 def blocks_of_tile(tile, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
     token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
-    return blocks_of_lengths(split, gl.load(work.window_lengths + token), gl.load(work.entry_lengths + token), work, BLOCK, PARTIAL)
+    return blocks_of_lengths(
+        split, gl.load(work.window_lengths + token), gl.load(work.entry_lengths + token), work, BLOCK, PARTIAL
+    )
 
 
 @gluon.jit
@@ -435,11 +437,13 @@ def weigh_and_add(
             scores = multiply_left(q_smem, left.index(n & 1), masked(bias, n))
             mbarrier.wait(of_right.full.index(n & 1), n >> 1 & 1)
             scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n & 1), scores)])
-            scores, acc, top, total = soften(scores, n, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
+            weights, acc, top, total = soften(scores, n, acc, top, total, scale_log2, p_smem, factors, p_full)
             for block in range(blocks - 1):
                 half = (n + block) & 1
                 phase = (n + block + 1) >> 1 & 1
                 acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
+                total += of_threads(weights, plus)  # beside the product
+                scores = masked(bias, n + block + 1)
                 mbarrier.wait(of_left.full.index(1 - half), phase)
                 scores = multiply_left(q_smem, left.index(1 - half), scores)
                 acc = warpgroup_mma_wait(1, deps=[acc])
@@ -447,11 +451,12 @@ def weigh_and_add(
                 mbarrier.wait(of_right.full.index(1 - half), phase)
                 scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
                 block_after = n + block + 1
-                scores, acc, top, total = soften(scores, block_after, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
+                weights, acc, top, total = soften(scores, block_after, acc, top, total, scale_log2, p_smem, factors, p_full)
             n += blocks
             half = (n - 1) & 1
             mbarrier.arrive(of_q.empty.index(0))
             last = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
+            total += of_threads(weights, plus)
             b_sink = load_sink(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
             acc = warpgroup_mma_wait(0, deps=[last])
             mbarrier.arrive(of_left.empty.index(half))
@@ -530,10 +535,10 @@ def multiply_right(q_smem, right, scores):
 
 
 @gluon.jit
-def soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_full):
+def soften(scores, block, acc, top, total, scale_log2, p_smem, factors, p_full):
     """Write a block's weights, and the factor that what came before takes with a new maximum.
 
-    Returns what the next block's scores begin with, the output so far, the maximum, the sums.
+    Returns the weights, and of what came before the output, the maximum and the sums.
     """
     half = block & 1
     rows = gl.convert_layout(gl.max(of_threads(scores, larger), axis=1), top.type.layout, assert_trivial=True)
@@ -544,11 +549,10 @@ def soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_
     acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)  # beside exponentials, which take longer
     weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
     p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
-    scores = masked(bias, block + 1)
     fence_async_shared()
     mbarrier.arrive(p_full.index(half))
     total = total * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, total.type.layout), assert_trivial=True), 1)
-    return scores, acc, new_top, total + of_threads(weights, plus)
+    return weights, acc, new_top, total
 
 
 @gluon.jit
