@@ -376,6 +376,7 @@ def attend_kernel(
 @gluon.jit
 def place(tile, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
     """Token, split and first head of a tile."""
+    gl.assume(tile >= 0)
     token, split = tile // HEAD_BLOCKS, 0
     if PARTIAL:
         split = token % work.count
@@ -616,6 +617,8 @@ def add_right(
 def store_half(SIDE: gl.constexpr, acc, factor, to, token, first_head, heads):
     """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 of bf16."""
     TYPE: gl.constexpr = to.rows.dtype.element_ty
+    gl.assume(to.stride_t >= 0)
+    gl.assume(to.stride_h >= 0)
     ROWS: gl.constexpr = OUTPUT_ROWS if TYPE.primitive_bitwidth == 16 else OUTPUT
     out_row = to.rows + token.to(gl.int64) * to.stride_t + first_head.to(gl.int64) * to.stride_h
     values = gl.convert_layout((acc * gl.expand_dims(factor, 1)).to(TYPE), ROWS)
@@ -651,6 +654,8 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
     token, _, first_head = place(here(tile), work, HEAD_BLOCKS, PARTIAL)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
+    gl.assume(queries.stride_t >= 0)
+    gl.assume(queries.stride_h >= 0)
     q_row = queries.rows + token.to(gl.int64) * queries.stride_t + first_head.to(gl.int64) * queries.stride_h
     for first in gl.static_range(0, 64, 8):
         rows = here(gl.arange(first, first + 8, layout=gl.SliceLayout(1, COPY)))
