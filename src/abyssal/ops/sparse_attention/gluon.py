@@ -33,7 +33,7 @@ BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them
 NUM_WARPS = 4  # of the role that weighs; four more add the right half
 ADD_REGISTERS = 160
-BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
+BRING_REGISTERS = {4: 88, 8: 80}  # by the number of warps that bring records
 
 # Microseconds, fitted to 37 measured launches with splits, of 1 to 64 queries, with an error of 10 % at most.
 START_COST = 4.2  # of one program (launch, queries, first records, result)
@@ -124,7 +124,8 @@ def sparse_attention(
     splits = config.splits
     parts = Parts.empty(q, splits.count)
     tiles = tokens * splits.count * -(-heads // BLOCK_HEADS)
-    attend_kernel[(min(tiles, multiprocessors(q.device)),)](
+    programs = min(tiles, multiprocessors(q.device))
+    attend_kernel[(programs,)](
         q,
         q.stride(0),
         q.stride(1),
@@ -141,6 +142,7 @@ def sparse_attention(
         parts.rows,
         heads,
         tiles,
+        programs,
         splits.count,
         splits.blocks or 0,
         D=HEAD_DIM,
@@ -217,6 +219,7 @@ class Work(NamedTuple):
     entry_lengths: Any
     heads: Any
     tiles: Any
+    programs: Any  # an argument: of the register of that name the compiler would keep copies in memory
     count: Any
     split_blocks: Any
 
@@ -275,7 +278,7 @@ def code_layout(words, num_warps, block, turned=False):
     return gl.DistributedLinearLayout(of_thread + rows[of_warps:], lanes, rows[of_lanes:of_warps], [], [block, count, words])
 
 
-@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
+@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "programs", "count", "split_blocks"])
 def attend_kernel(
     q,
     q_stride_t,
@@ -303,6 +306,7 @@ def attend_kernel(
     partial_rows,
     H,
     tiles,
+    programs,
     count,
     split_blocks,
     D: gl.constexpr,
@@ -340,7 +344,7 @@ def attend_kernel(
     p_full = allocate_barriers(2)
     fence_async_shared()
 
-    work = Work(window_lengths, entry_lengths, H, tiles, count, split_blocks)
+    work = Work(window_lengths, entry_lengths, H, tiles, programs, count, split_blocks)
     queries = Queries(q, q_stride_t, q_stride_h)
     to = Output(out, out_stride_t, out_stride_h, lse)
     if PARTIAL:
@@ -415,7 +419,7 @@ def weigh_and_add(
     gdc_wait()  # every role: launched while the kernel before may still run
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
     blocks = blocks_of_tile(gl.program_id(0), work, BLOCK, HEAD_BLOCKS, PARTIAL)
-    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), work.tiles, work.programs):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)), plus)
@@ -480,7 +484,7 @@ def at_end(tile, sink, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PAR
     b_sink = rows.to(gl.float32)
     if not PARTIAL:
         b_sink = gl.load(sink + first_head + rows, mask=rows < work.heads - first_head, other=0.0)
-    return b_sink, blocks_of_tile(gl.minimum(tile + gl.num_programs(0), work.tiles - 1), work, BLOCK, HEAD_BLOCKS, PARTIAL)
+    return b_sink, blocks_of_tile(gl.minimum(tile + work.programs, work.tiles - 1), work, BLOCK, HEAD_BLOCKS, PARTIAL)
 
 
 @gluon.jit
@@ -566,7 +570,7 @@ def add_right(
     parity = 0
     gdc_wait()
     copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
-    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), work.tiles, work.programs):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         BLOCK: gl.constexpr = right.shape[1]
         blocks = blocks_of_tile(tile, work, BLOCK, HEAD_BLOCKS, PARTIAL)
@@ -586,8 +590,8 @@ def add_right(
         if not PARTIAL:
             mbarrier.arrive(of_end.empty.index(0))
         mbarrier.wait(of_q.empty.index(0), parity)
-        if tile + gl.num_programs(0) < work.tiles:
-            copy_queries(tile + gl.num_programs(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+        if tile + work.programs < work.tiles:
+            copy_queries(tile + work.programs, queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(of_right.empty.index((n - 1) & 1), pred=blocks > 0)
         if PARTIAL:
@@ -658,14 +662,14 @@ def bring_records(
     """Bring the records of both lists as bf16, block by block, to shared memory."""
     BLOCK: gl.constexpr = left.shape[1]
     n = 0  # blocks of earlier tiles
-    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), work.tiles, work.programs):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
         rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
         # Most lists are full: their slots need not wait for the lengths.
         lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
         first_pointers, first_mask = slot_pointers(0, lists, BLOCK)
         pointers, mask = slot_pointers(1, lists, BLOCK)
-        if tile < gl.num_programs(0):
+        if tile < work.programs:
             gdc_wait()  # now that addresses are known, which the compiler would compute after a wait without a condition
         first_slots = gl.load(first_pointers, mask=first_mask, other=-1)
         slots = gl.load(pointers, mask=mask, other=-1)
@@ -1083,7 +1087,7 @@ def aot_cases() -> list[AotCase]:
     pointers |= dict.fromkeys(("sink", "lse", "partial_rows"), "*fp32") | {"partial_out": "*fp16"}
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
-    numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks")
+    numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "programs", "count", "split_blocks")
     signature = pointers | dict.fromkeys(numbers, "i32") | {"scale_log2": "fp32"}
 
     def attend(pair: tuple[str, str], count: int, keys: int = BLOCK_KEYS) -> AotCase:
