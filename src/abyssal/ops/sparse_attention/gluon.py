@@ -680,17 +680,25 @@ def bring_records(
             first_slots = block_slots(0, lists, BLOCK)
             slots = block_slots(1, lists, BLOCK)
         pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
-        if WINDOW.name == ENTRIES.name:
-            bring_blocks(n, 0, blocks, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, True, WINDOW,
-                         WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+        if WINDOW.grid is None:
+            copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, WINDOW, WINDOW_PER_PAGE,
+                        ENTRIES_PER_PAGE)  # fmt: skip
         else:
             of_window = gl.minimum(gl.maximum(lists[4], 0), blocks)
-            bring_blocks(n, 0, of_window, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, False, WINDOW,
-                         WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
-            first_slots = block_slots(of_window, lists, BLOCK)
-            slots = block_slots(of_window + 1, lists, BLOCK)
-            bring_blocks(n, of_window, blocks, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, True,
-                         ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+            if WINDOW.name == ENTRIES.name:
+                of_window = 0
+            if of_window > 0:
+                ahead = begin_blocks(n, first_slots, slots, pools, bias, never, WINDOW, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+                for block in range(of_window - 1):
+                    ahead = bring_block(block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW,
+                                        WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+                of_entries = bring_block(of_window - 1, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW,
+                                         ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+            else:
+                of_entries = begin_blocks(n, first_slots, slots, pools, bias, never, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            for block in range(of_window, blocks):
+                of_entries = bring_block(block, n, of_entries, lists, pools, left, right, bias, never, of_left, of_right, ENTRIES,
+                                         ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
         n += blocks
 
 
@@ -706,55 +714,73 @@ def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.con
 
 
 @gluon.jit
-def bring_blocks(
-    n, first, end, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, LAST: gl.constexpr,
+def copy_blocks(
+    n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right,
     LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Bring the records of one layout in a tile's blocks `first` to `end`, n blocks after those of the program's first.
-
-    LAST: no other layout's records follow. Codes of one half of a block are on their way while those of the other are widened, and slots
-    a block ahead of them. The compiler gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So
-    the loads of a half are issued when those of the other have come: their addresses depend on it through `never`, zeros that the
-    compiler does not know. Before the loop, too, or it would wait at the loop's head.
-    """
+    """Bring a tile's blocks of records that are bf16 already, n blocks after those of the program's first."""
     BLOCK: gl.constexpr = left.shape[1]
-    where = locate(first, end, n, first_slots, pools, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-    if LAYOUT.grid is None:
-        for block in range(first, end):
-            half = (n + block) & 1
-            phase = (n + block) >> 1 & 1 ^ 1
-            mbarrier.wait(of_left.empty.index(half), phase)
-            copy_half(0, where, left.index(half))
-            async_copy.mbarrier_arrive(of_left.full.index(half))
-            mbarrier.wait(of_right.empty.index(half), phase)
-            copy_half(1, where, right.index(half))
-            async_copy.mbarrier_arrive(of_right.full.index(half))
-            where = locate(block + 1, end, n, slots, pools, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            slots = block_slots(block + 2, lists, BLOCK)
-            mbarrier.arrive(of_left.full.index(half))
-            mbarrier.arrive(of_right.full.index(half))
-    else:
-        left_codes, left_scales = load_half(0, where, slots * 0, LAYOUT)
-        came = gl.max(left_codes[0], axis=2)
-        for i in gl.static_range(1, len(left_codes)):
-            came |= gl.max(left_codes[i], axis=2)
-        came = gl.convert_layout(gl.max(came, axis=1), slots.type.layout, assert_trivial=True) | slots | left_scales[0]
-        if LAYOUT.name == "v41":
-            came |= left_scales[1]
-        right_codes, right_scales = load_half(1, where, nothing(came, never), LAYOUT)
-        for block in range(first, end):
-            half = (n + block) & 1
-            phase = (n + block) >> 1 & 1 ^ 1
-            mbarrier.wait(of_left.empty.index(half), phase)
-            convert_half(0, left_codes, left_scales, left.index(half), LAYOUT)
-            mbarrier.arrive(of_left.full.index(half))
-            where = locate(block + 1, end, n, slots, pools, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), LAYOUT)
-            slots = block_slots(block + 2, lists, BLOCK)
-            mbarrier.wait(of_right.empty.index(half), phase)
-            convert_half(1, right_codes, right_scales, right.index(half), LAYOUT)
-            mbarrier.arrive(of_right.full.index(half))
-            right_codes, right_scales = load_half(1, where, nothing(left_scales[0], never), LAYOUT)
+    where = locate(0, n, first_slots, pools, bias, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    for block in range(blocks):
+        half = (n + block) & 1
+        phase = (n + block) >> 1 & 1 ^ 1
+        mbarrier.wait(of_left.empty.index(half), phase)
+        copy_half(0, where, left.index(half))
+        async_copy.mbarrier_arrive(of_left.full.index(half))
+        mbarrier.wait(of_right.empty.index(half), phase)
+        copy_half(1, where, right.index(half))
+        async_copy.mbarrier_arrive(of_right.full.index(half))
+        where = locate(block + 1, n, slots, pools, bias, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+        slots = block_slots(block + 2, lists, BLOCK)
+        mbarrier.arrive(of_left.full.index(half))
+        mbarrier.arrive(of_right.full.index(half))
+
+
+@gluon.jit
+def begin_blocks(
+    n, first_slots, slots, pools, bias, never, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr
+):
+    """Begin to load codes and scales of both halves of a tile's first block. Returns those and the slots of the block after.
+
+    The compiler gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So the loads of a half are
+    issued when those of the other have come: their addresses depend on it through `never`, zeros that the compiler does not know. Here,
+    too, or it would wait at the head of the loop over blocks.
+    """
+    where = locate(0, n, first_slots, pools, bias, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    codes, scales = load_half(0, where, slots * 0, LAYOUT)
+    came = gl.max(codes[0], axis=2)
+    for i in gl.static_range(1, len(codes)):
+        came |= gl.max(codes[i], axis=2)
+    came = gl.convert_layout(gl.max(came, axis=1), slots.type.layout, assert_trivial=True) | slots | scales[0]
+    if LAYOUT.name == "v41":
+        came |= scales[1]
+    right_codes, right_scales = load_half(1, where, nothing(came, never), LAYOUT)
+    return slots, codes, scales, right_codes, right_scales
+
+
+@gluon.jit
+def bring_block(
+    block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, LAYOUT: gl.constexpr, NEXT: gl.constexpr,
+    WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
+):  # fmt: skip
+    """Widen a block's codes, n blocks after those of the program's first. Returns the same of the next block, in layout NEXT.
+
+    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them.
+    """
+    slots, left_codes, left_scales, right_codes, right_scales = ahead
+    half = (n + block) & 1
+    phase = (n + block) >> 1 & 1 ^ 1
+    mbarrier.wait(of_left.empty.index(half), phase)
+    convert_half(0, left_codes, left_scales, left.index(half), LAYOUT)
+    mbarrier.arrive(of_left.full.index(half))
+    where = locate(block + 1, n, slots, pools, bias, NEXT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), NEXT)
+    slots = block_slots(block + 2, lists, left.shape[1])
+    mbarrier.wait(of_right.empty.index(half), phase)
+    convert_half(1, right_codes, right_scales, right.index(half), LAYOUT)
+    mbarrier.arrive(of_right.full.index(half))
+    right_codes, right_scales = load_half(1, where, nothing(left_scales[0], never), NEXT)
+    return slots, left_codes, left_scales, right_codes, right_scales
 
 
 @gluon.jit
@@ -780,11 +806,8 @@ def slot_pointers(block, lists, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def locate(
-    block, end, n, slots, pools, bias, LAST: gl.constexpr, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
-    ENTRIES_PER_PAGE: gl.constexpr,
-):  # fmt: skip
-    """Where records lie, those before block `end`, and how far from there their scales.
+def locate(block, n, slots, pools, bias, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr):
+    """Where records lie, and how far from there their scales.
 
     What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
     after next comes to shared memory.
@@ -802,8 +825,6 @@ def locate(
     pages = window_pages if in_window else entry_pages
     data = pages + page.to(gl.int64) * (window_page_stride if in_window else entry_page_stride) + row * LAYOUT.data_bytes
     known = slots >= 0
-    if not LAST:
-        known = known & (block < end)
     data = gl.where(known, data, zeros)
     return data, gl.where(known, all_data - row * (LAYOUT.data_bytes - LAYOUT.scale_bytes), 0)
 
