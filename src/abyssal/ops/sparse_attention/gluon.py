@@ -494,6 +494,12 @@ def here(rows):
 
 
 @gluon.jit
+def wide_product(a, b):
+    """In 64 bits, of 32 each: one instruction, where the compiler would keep the signs in registers and take four."""
+    return gl.inline_asm_elementwise("mul.wide.s32 $0, $1, $2;", "=l,r,r", [a, b], dtype=gl.int64, is_pure=True, pack=1)
+
+
+@gluon.jit
 def part_of(token, split, work):
     """Index of a tile's part among all parts."""
     return token.to(gl.int64) * work.count + split
@@ -640,15 +646,16 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
     """Begin to copy a tile's queries to shared memory."""
     token, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
-    q_row = queries.rows + token.to(gl.int64) * queries.stride_t
+    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY)), 0)
+    rows = here(gl.arange(0, 8, layout=gl.SliceLayout(1, COPY)))
+    of_rows = wide_product(token, queries.stride_t) + wide_product(first_head + rows, queries.stride_h)
+    pointers = gl.expand_dims(queries.rows + gl.multiple_of(of_rows, 8), 1) + columns
     for first in gl.static_range(0, 64, 8):
-        rows = here(gl.arange(first, first + 8, layout=gl.SliceLayout(1, COPY)))
-        pointers = gl.expand_dims(q_row + (first_head + rows).to(gl.int64) * queries.stride_h, 1) + gl.expand_dims(columns, 0)
-        mask = gl.expand_dims(rows < work.heads - first_head, 1)
+        mask = gl.expand_dims(rows < work.heads - first_head - first, 1)
         for side in gl.static_range(2):
             to = q_smem.slice(first, 8).slice(side * HALF, HALF, dim=1)
             async_copy.async_copy_global_to_shared(to, pointers + side * HALF, mask=mask)
+        pointers += queries.stride_h * 8
     async_copy.mbarrier_arrive(q_full.index(0))
     mbarrier.arrive(q_full.index(0))
 
@@ -683,10 +690,13 @@ def bring_records(
         if WINDOW.grid is None:
             copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, WINDOW, WINDOW_PER_PAGE,
                         ENTRIES_PER_PAGE)  # fmt: skip
+        elif WINDOW.name == ENTRIES.name:
+            ahead = begin_blocks(n, first_slots, slots, pools, bias, never, WINDOW, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            for block in range(blocks):
+                ahead = bring_block(block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW,
+                                    WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
         else:
             of_window = gl.minimum(gl.maximum(lists[4], 0), blocks)
-            if WINDOW.name == ENTRIES.name:
-                of_window = 0
             if of_window > 0:
                 ahead = begin_blocks(n, first_slots, slots, pools, bias, never, WINDOW, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
                 for block in range(of_window - 1):
