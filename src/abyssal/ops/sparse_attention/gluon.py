@@ -415,12 +415,12 @@ def weigh_and_add(
     BLOCK: gl.constexpr = left.shape[1]
     ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
     n = 0  # blocks of earlier tiles
-    parity = 0
     gdc_wait()  # every role: launched while the kernel before may still run
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
     blocks = blocks_of_tile(gl.program_id(0), work, BLOCK, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, work.programs):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+        parity = tile // work.programs & 1
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)), plus)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
@@ -431,19 +431,19 @@ def weigh_and_add(
             mbarrier.wait(of_right.full.index(n & 1), n >> 1 & 1)
             scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n & 1), scores)])
             scores, acc, top, total = soften(scores, n, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
-            for block in range(blocks - 1):
-                half = (n + block) & 1
-                phase = (n + block + 1) >> 1 & 1
-                acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-                mbarrier.wait(of_left.full.index(1 - half), phase)
-                scores = multiply_left(q_smem, left.index(1 - half), scores)
+            end = n + blocks
+            for block in range(n + 1, end):
+                half = block & 1
+                phase = block >> 1 & 1
+                acc = warpgroup_mma(p_smem.index(1 - half), left.index(1 - half), acc, is_async=True)
+                mbarrier.wait(of_left.full.index(half), phase)
+                scores = multiply_left(q_smem, left.index(half), scores)
                 acc = warpgroup_mma_wait(1, deps=[acc])
-                mbarrier.arrive(of_left.empty.index(half))
-                mbarrier.wait(of_right.full.index(1 - half), phase)
-                scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
-                block_after = n + block + 1
-                scores, acc, top, total = soften(scores, block_after, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
-            n += blocks
+                mbarrier.arrive(of_left.empty.index(1 - half))
+                mbarrier.wait(of_right.full.index(half), phase)
+                scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(half), scores)])
+                scores, acc, top, total = soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
+            n = end
             half = (n - 1) & 1
             mbarrier.arrive(of_q.empty.index(0))
             last = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
@@ -472,7 +472,6 @@ def weigh_and_add(
             mbarrier.arrive(of_end.full.index(0))
             gl.store(to.of_rows + token.to(gl.int64) * work.heads + first_head + rows, b_lse * 0.6931471805599453, mask=in_range)
             store_half(0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, first_head, work.heads)
-        parity ^= 1
         blocks = next_blocks
 
 
