@@ -240,6 +240,16 @@ class Keys(NamedTuple):
     page_stride: Any
 
 
+@dataclass(frozen=True)
+class Formats:
+    """How records of both lists are stored."""
+
+    window: Layout
+    entries: Layout
+    window_per_page: int
+    entries_per_page: int
+
+
 class Output(NamedTuple):
     """Where results go: rows of the output and their log-sum-exp, or of parts and what `Parts` keeps of each row."""
 
@@ -254,6 +264,11 @@ class Barriers(NamedTuple):
 
     full: Any
     empty: Any
+
+
+@gluon.constexpr_function
+def formats_of(window, entries, window_per_page, entries_per_page):
+    return Formats(window, entries, window_per_page, entries_per_page)
 
 
 @gluon.constexpr_function
@@ -670,7 +685,7 @@ def bring_records(
     n = 0  # blocks of earlier tiles
     for tile in range(gl.program_id(0), work.tiles, work.programs):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
-        rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
+        rows = window.slots + wide_product(token, window.stride), entries.slots + wide_product(token, entries.stride)
         # Most lists are full: their slots need not wait for the lengths.
         lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
         first_pointers, first_mask = slot_pointers(0, lists, BLOCK)
@@ -686,28 +701,27 @@ def bring_records(
             first_slots = block_slots(0, lists, BLOCK)
             slots = block_slots(1, lists, BLOCK)
         pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
+        FORMATS: gl.constexpr = formats_of(WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
         if WINDOW.grid is None:
-            copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, WINDOW, WINDOW_PER_PAGE,
-                        ENTRIES_PER_PAGE)  # fmt: skip
+            copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, FORMATS)
         elif WINDOW.name == ENTRIES.name:
-            ahead = begin_blocks(n, first_slots, slots, pools, bias, never, WINDOW, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+            ahead = begin_blocks(n, first_slots, slots, pools, bias, never, WINDOW, FORMATS)
             for block in range(blocks):
-                ahead = bring_block(block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW,
-                                    WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+                ahead = bring_block(block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW, FORMATS)
         else:
             of_window = gl.minimum(gl.maximum(lists[4], 0), blocks)
             if of_window > 0:
-                ahead = begin_blocks(n, first_slots, slots, pools, bias, never, WINDOW, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+                ahead = begin_blocks(n, first_slots, slots, pools, bias, never, WINDOW, FORMATS)
                 for block in range(of_window - 1):
                     ahead = bring_block(block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW,
-                                        WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
-                of_entries = bring_block(of_window - 1, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW,
-                                         ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+                                        FORMATS)  # fmt: skip
+                next_ahead = bring_block(of_window - 1, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW,
+                                         ENTRIES, FORMATS)  # fmt: skip
             else:
-                of_entries = begin_blocks(n, first_slots, slots, pools, bias, never, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+                next_ahead = begin_blocks(n, first_slots, slots, pools, bias, never, ENTRIES, FORMATS)
             for block in range(of_window, blocks):
-                of_entries = bring_block(block, n, of_entries, lists, pools, left, right, bias, never, of_left, of_right, ENTRIES,
-                                         ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+                next_ahead = bring_block(block, n, next_ahead, lists, pools, left, right, bias, never, of_left, of_right, ENTRIES,
+                                         ENTRIES, FORMATS)  # fmt: skip
         n += blocks
 
 
@@ -723,13 +737,10 @@ def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.con
 
 
 @gluon.jit
-def copy_blocks(
-    n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right,
-    LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
-):  # fmt: skip
+def copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, FORMATS: gl.constexpr):
     """Bring a tile's blocks of records that are bf16 already, n blocks after those of the program's first."""
     BLOCK: gl.constexpr = left.shape[1]
-    where = locate(0, n, first_slots, pools, bias, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    where = locate(0, n, first_slots, pools, bias, FORMATS.window, FORMATS)
     for block in range(blocks):
         half = (n + block) & 1
         phase = (n + block) >> 1 & 1 ^ 1
@@ -739,23 +750,21 @@ def copy_blocks(
         mbarrier.wait(of_right.empty.index(half), phase)
         copy_half(1, where, right.index(half))
         async_copy.mbarrier_arrive(of_right.full.index(half))
-        where = locate(block + 1, n, slots, pools, bias, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+        where = locate(block + 1, n, slots, pools, bias, FORMATS.window, FORMATS)
         slots = block_slots(block + 2, lists, BLOCK)
         mbarrier.arrive(of_left.full.index(half))
         mbarrier.arrive(of_right.full.index(half))
 
 
 @gluon.jit
-def begin_blocks(
-    n, first_slots, slots, pools, bias, never, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr
-):
+def begin_blocks(n, first_slots, slots, pools, bias, never, LAYOUT: gl.constexpr, FORMATS: gl.constexpr):
     """Begin to load codes and scales of both halves of a tile's first block. Returns those and the slots of the block after.
 
     The compiler gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So the loads of a half are
     issued when those of the other have come: their addresses depend on it through `never`, zeros that the compiler does not know. Here,
     too, or it would wait at the head of the loop over blocks.
     """
-    where = locate(0, n, first_slots, pools, bias, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    where = locate(0, n, first_slots, pools, bias, LAYOUT, FORMATS)
     codes, scales = load_half(0, where, slots * 0, LAYOUT)
     came = gl.max(codes[0], axis=2)
     for i in gl.static_range(1, len(codes)):
@@ -770,7 +779,7 @@ def begin_blocks(
 @gluon.jit
 def bring_block(
     block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, LAYOUT: gl.constexpr, NEXT: gl.constexpr,
-    WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
+    FORMATS: gl.constexpr,
 ):  # fmt: skip
     """Widen a block's codes, n blocks after those of the program's first. Returns the same of the next block, in layout NEXT.
 
@@ -782,7 +791,7 @@ def bring_block(
     mbarrier.wait(of_left.empty.index(half), phase)
     convert_half(0, left_codes, left_scales, left.index(half), LAYOUT)
     mbarrier.arrive(of_left.full.index(half))
-    where = locate(block + 1, n, slots, pools, bias, NEXT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    where = locate(block + 1, n, slots, pools, bias, NEXT, FORMATS)
     left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), NEXT)
     slots = block_slots(block + 2, lists, left.shape[1])
     mbarrier.wait(of_right.empty.index(half), phase)
@@ -815,7 +824,7 @@ def slot_pointers(block, lists, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def locate(block, n, slots, pools, bias, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr):
+def locate(block, n, slots, pools, bias, LAYOUT: gl.constexpr, FORMATS: gl.constexpr):
     """Where records lie, and how far from there their scales.
 
     What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
@@ -823,14 +832,18 @@ def locate(block, n, slots, pools, bias, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: 
     """
     bias.index((n + block) & 3).store(gl.where(slots >= 0, 0.0, float("-inf")))
     window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
-    in_window = block < window_blocks
     slot = gl.maximum(slots, 0)
-    if WINDOW_PER_PAGE == ENTRIES_PER_PAGE:
-        page, row = slot // WINDOW_PER_PAGE, slot % WINDOW_PER_PAGE
+    if FORMATS.window.name == FORMATS.entries.name:
+        in_window = block < window_blocks
     else:
-        page = gl.where(in_window, slot // WINDOW_PER_PAGE, slot // ENTRIES_PER_PAGE)
-        row = gl.where(in_window, slot % WINDOW_PER_PAGE, slot % ENTRIES_PER_PAGE)
-    all_data = (WINDOW_PER_PAGE if in_window else ENTRIES_PER_PAGE) * LAYOUT.data_bytes
+        in_window: gl.constexpr = LAYOUT.name == FORMATS.window.name
+    PER_PAGE: gl.constexpr = FORMATS.window_per_page
+    if PER_PAGE == FORMATS.entries_per_page:
+        page, row = slot // PER_PAGE, slot % PER_PAGE
+    else:
+        page = slot // PER_PAGE if in_window else slot // FORMATS.entries_per_page
+        row = slot % PER_PAGE if in_window else slot % FORMATS.entries_per_page
+    all_data = (PER_PAGE if in_window else FORMATS.entries_per_page) * LAYOUT.data_bytes
     pages = window_pages if in_window else entry_pages
     data = pages + page.to(gl.int64) * (window_page_stride if in_window else entry_page_stride) + row * LAYOUT.data_bytes
     known = slots >= 0
