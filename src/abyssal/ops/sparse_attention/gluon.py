@@ -707,7 +707,9 @@ def bring_records(
         elif WINDOW.name == ENTRIES.name:
             ahead = begin_blocks(n, first_slots, slots, pools, bias, never, WINDOW, FORMATS)
             for block in range(blocks):
-                ahead = bring_block(block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW, FORMATS)
+                ahead = bring_block(
+                    block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW, FORMATS
+                )
         else:
             of_window = gl.minimum(gl.maximum(lists[4], 0), blocks)
             if of_window > 0:
@@ -836,7 +838,7 @@ def locate(block, n, slots, pools, bias, LAYOUT: gl.constexpr, FORMATS: gl.const
     if FORMATS.window.name == FORMATS.entries.name:
         in_window = block < window_blocks
     else:
-        in_window: gl.constexpr = LAYOUT.name == FORMATS.window.name
+        in_window = LAYOUT.name == FORMATS.window.name
     PER_PAGE: gl.constexpr = FORMATS.window_per_page
     if PER_PAGE == FORMATS.entries_per_page:
         page, row = slot // PER_PAGE, slot % PER_PAGE
