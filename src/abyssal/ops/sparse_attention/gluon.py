@@ -740,9 +740,16 @@ def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.con
 
 @gluon.jit
 def copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, FORMATS: gl.constexpr):
-    """Bring a tile's blocks of records that are bf16 already, n blocks after those of the program's first."""
+    """Bring a tile's blocks of records that are bf16 already, n blocks after those of the program's first.
+
+    A block's records are asked for when the block before last has left shared memory; they come sooner from the L2, which is told of
+    them two blocks ahead.
+    """
     BLOCK: gl.constexpr = left.shape[1]
-    where = locate(0, n, first_slots, pools, bias, FORMATS.window, FORMATS)
+    LAYOUT: gl.constexpr = FORMATS.window
+    where = locate(0, n, first_slots, pools, bias, LAYOUT, FORMATS)
+    after = locate(1, n, slots, pools, bias, LAYOUT, FORMATS)
+    slots = block_slots(2, lists, BLOCK)
     for block in range(blocks):
         half = (n + block) & 1
         phase = (n + block) >> 1 & 1 ^ 1
@@ -752,10 +759,24 @@ def copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, 
         mbarrier.wait(of_right.empty.index(half), phase)
         copy_half(1, where, right.index(half))
         async_copy.mbarrier_arrive(of_right.full.index(half))
-        where = locate(block + 1, n, slots, pools, bias, FORMATS.window, FORMATS)
-        slots = block_slots(block + 2, lists, BLOCK)
         mbarrier.arrive(of_left.full.index(half))
         mbarrier.arrive(of_right.full.index(half))
+        where = after
+        after = locate(block + 2, n, slots, pools, bias, LAYOUT, FORMATS)
+        prefetch(after, LAYOUT)
+        slots = block_slots(block + 3, lists, BLOCK)
+
+
+@gluon.jit
+def prefetch(where, LAYOUT: gl.constexpr):
+    """Bring records to the L2, a half of one by each thread."""
+    HALVES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps() // 2, 2], [0, 1])
+    BYTES: gl.constexpr = LAYOUT.data_bytes // 2
+    half = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, HALVES)), 0) * BYTES
+    data = gl.expand_dims(gl.convert_layout(where[0], gl.SliceLayout(1, HALVES)), 1) + half
+    size = gl.full(data.shape, BYTES, gl.int32, HALVES)
+    command: gl.constexpr = "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+    gl.inline_asm_elementwise(command, "=r,l,r", [data.to(gl.int64), size], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
