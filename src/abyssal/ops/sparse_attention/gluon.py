@@ -435,11 +435,10 @@ def weigh_and_add(
     blocks = blocks_of_tile(gl.program_id(0), work, BLOCK, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, work.programs):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
-        parity = tile // work.programs & 1
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)), plus)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        mbarrier.wait(of_q.full.index(0), parity)
+        mbarrier.wait(of_q.full.index(0), tile // work.programs & 1)
         if blocks > 0:
             mbarrier.wait(of_left.full.index(n & 1), n >> 1 & 1)
             scores = multiply_left(q_smem, left.index(n & 1), masked(bias, n))
@@ -482,7 +481,7 @@ def weigh_and_add(
             b_lse = top + gl.log2(total)  # -inf without keys
             share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
             factor = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
-            mbarrier.wait(of_end.empty.index(0), parity)
+            mbarrier.wait(of_end.empty.index(0), here(tile) // work.programs & 1)
             factors.index(2).store(factor)
             mbarrier.arrive(of_end.full.index(0))
             gl.store(to.of_rows + token.to(gl.int64) * work.heads + first_head + rows, b_lse * 0.6931471805599453, mask=in_range)
@@ -687,7 +686,7 @@ def bring_records(
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
         rows = window.slots + wide_product(token, window.stride), entries.slots + wide_product(token, entries.stride)
         # Most lists are full: their slots need not wait for the lengths.
-        lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
+        lists, blocks = lists_of_split(rows, here(window.width), here(entries.width), split, work, BLOCK, PARTIAL)
         first_pointers, first_mask = slot_pointers(0, lists, BLOCK)
         pointers, mask = slot_pointers(1, lists, BLOCK)
         if tile < work.programs:
@@ -781,22 +780,22 @@ def prefetch(where, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def begin_blocks(n, first_slots, slots, pools, bias, never, LAYOUT: gl.constexpr, FORMATS: gl.constexpr):
-    """Begin to load codes and scales of both halves of a tile's first block. Returns those and the slots of the block after.
+    """Load codes and scales of both halves of a tile's first block. Returns those and the slots of the block after.
 
-    The compiler gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So the loads of a half are
-    issued when those of the other have come: their addresses depend on it through `never`, zeros that the compiler does not know. Here,
-    too, or it would wait at the head of the loop over blocks.
+    The compiler gives all loads one scoreboard, so whoever waits for one waits for all that were issued. So later on the loads of a half
+    are issued when those of the other have come: their addresses depend on it through `never`, zeros that the compiler does not know.
+    Slots depend on these, or the loop over blocks would wait for them at its head, each time.
     """
     where = locate(0, n, first_slots, pools, bias, LAYOUT, FORMATS)
-    codes, scales = load_half(0, where, slots * 0, LAYOUT)
-    came = gl.max(codes[0], axis=2)
-    for i in gl.static_range(1, len(codes)):
-        came |= gl.max(codes[i], axis=2)
-    came = gl.convert_layout(gl.max(came, axis=1), slots.type.layout, assert_trivial=True) | slots | scales[0]
+    left_codes, left_scales = load_half(0, where, slots * 0, LAYOUT)
+    right_codes, right_scales = load_half(1, where, slots * 0, LAYOUT)
+    came = gl.max(left_codes[0], axis=2)
+    for i in gl.static_range(1, len(left_codes)):
+        came |= gl.max(left_codes[i], axis=2)
+    came = gl.convert_layout(gl.max(came, axis=1), slots.type.layout, assert_trivial=True) | left_scales[0]
     if LAYOUT.name == "v41":
-        came |= scales[1]
-    right_codes, right_scales = load_half(1, where, nothing(came, never), LAYOUT)
-    return slots, codes, scales, right_codes, right_scales
+        came |= left_scales[1]
+    return slots | nothing(came, never), left_codes, left_scales, right_codes, right_scales
 
 
 @gluon.jit
