@@ -805,22 +805,31 @@ def bring_block(
 ):  # fmt: skip
     """Widen a block's codes, n blocks after those of the program's first. Returns the same of the next block, in layout NEXT.
 
-    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them.
+    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them; where codes
+    take few registers, those of a whole block are, and nobody waits for loads that were just issued.
     """
     slots, left_codes, left_scales, right_codes, right_scales = ahead
+    WHOLE: gl.constexpr = LAYOUT.name == "v41_fp4"
     half = (n + block) & 1
     phase = (n + block) >> 1 & 1 ^ 1
+    if WHOLE:
+        where = locate(block + 1, n, slots, pools, bias, NEXT, FORMATS)
+        next_left_codes, next_left_scales = load_half(0, where, slots * 0, NEXT)
+        next_right_codes, next_right_scales = load_half(1, where, slots * 0, NEXT)
+        slots = block_slots(block + 2, lists, left.shape[1])
     mbarrier.wait(of_left.empty.index(half), phase)
     convert_half(0, left_codes, left_scales, left.index(half), LAYOUT)
     mbarrier.arrive(of_left.full.index(half))
-    where = locate(block + 1, n, slots, pools, bias, NEXT, FORMATS)
-    left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), NEXT)
-    slots = block_slots(block + 2, lists, left.shape[1])
+    if not WHOLE:
+        where = locate(block + 1, n, slots, pools, bias, NEXT, FORMATS)
+        next_left_codes, next_left_scales = load_half(0, where, nothing(right_scales[0], never), NEXT)
+        slots = block_slots(block + 2, lists, left.shape[1])
     mbarrier.wait(of_right.empty.index(half), phase)
     convert_half(1, right_codes, right_scales, right.index(half), LAYOUT)
     mbarrier.arrive(of_right.full.index(half))
-    right_codes, right_scales = load_half(1, where, nothing(left_scales[0], never), NEXT)
-    return slots, left_codes, left_scales, right_codes, right_scales
+    if not WHOLE:
+        next_right_codes, next_right_scales = load_half(1, where, nothing(next_left_scales[0], never), NEXT)
+    return slots, next_left_codes, next_left_scales, next_right_codes, next_right_scales
 
 
 @gluon.jit
