@@ -458,46 +458,48 @@ def weigh_and_add(
                 scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(half), scores)])
                 scores, acc, top, total = soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
             n = end
-            half = (n - 1) & 1
             mbarrier.arrive(of_q.empty.index(0))
-            last = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-            b_sink, next_blocks = at_end(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+            last = warpgroup_mma(p_smem.index((n - 1) & 1), left.index((n - 1) & 1), acc, is_async=True)
+            factor, next_blocks = at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
             acc = warpgroup_mma_wait(0, deps=[last])
-            mbarrier.arrive(of_left.empty.index(half))
+            mbarrier.arrive(of_left.empty.index((n - 1) & 1))
         else:
             mbarrier.arrive(of_q.empty.index(0))
-            b_sink, next_blocks = at_end(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
-
-        total = gl.convert_layout(gl.sum(total, axis=1), ROWS, assert_trivial=True)
-        rows = here(gl.arange(0, 64, layout=ROWS))
-        in_range = rows < work.heads - first_head
+            factor, next_blocks = at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
         if PARTIAL:
-            part = part_of(token, split, work)
-            of_rows = to.of_rows + ((part * work.heads + first_head) + rows) * 4
-            gl.store(of_rows, top, mask=in_range)
-            gl.store(of_rows + 1, total, mask=in_range)
-            store_part(0, acc, to, part, first_head, work.heads)
+            store_part(0, acc, to, part_of(token, split, work), first_head, work.heads)
         else:
-            b_lse = top + gl.log2(total)  # -inf without keys
-            share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
-            factor = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
-            mbarrier.wait(of_end.empty.index(0), here(tile) // work.programs & 1)
-            factors.index(2).store(factor)
-            mbarrier.arrive(of_end.full.index(0))
-            gl.store(to.of_rows + token.to(gl.int64) * work.heads + first_head + rows, b_lse * 0.6931471805599453, mask=in_range)
             store_half(0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, first_head, work.heads)
         blocks = next_blocks
 
 
 @gluon.jit
-def at_end(tile, sink, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
-    """What is loaded during a tile's last product: sinks of its heads, where it has all keys, and how many blocks the next tile has."""
-    _, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
-    rows = here(gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout(BLOCK))))
-    b_sink = rows.to(gl.float32)
-    if not PARTIAL:
-        b_sink = gl.load(sink + first_head + rows, mask=rows < work.heads - first_head, other=0.0)
-    return b_sink, blocks_of_tile(gl.minimum(tile + work.programs, work.tiles - 1), work, BLOCK, HEAD_BLOCKS, PARTIAL)
+def at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    """What runs beside a tile's last product: what follows from the sums of weights, for both roles that add, is stored.
+
+    Returns the factor of each row, where a tile has all keys, and how many blocks the next tile has.
+    """
+    token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+    rows = here(gl.arange(0, 64, layout=top.type.layout))
+    in_range = rows < work.heads - first_head
+    next_blocks = blocks_of_tile(gl.minimum(tile + work.programs, work.tiles - 1), work, BLOCK, HEAD_BLOCKS, PARTIAL)
+    if PARTIAL:
+        total = gl.convert_layout(gl.sum(total, axis=1), top.type.layout, assert_trivial=True)
+        of_rows = to.of_rows + ((part_of(token, split, work) * work.heads + first_head) + rows) * 4
+        gl.store(of_rows, top, mask=in_range)
+        gl.store(of_rows + 1, total, mask=in_range)
+        return total, next_blocks
+    else:
+        b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
+        total = gl.convert_layout(gl.sum(total, axis=1), top.type.layout, assert_trivial=True)
+        b_lse = top + gl.log2(total)  # -inf without keys
+        share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
+        factor = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
+        mbarrier.wait(of_end.empty.index(0), here(tile) // work.programs & 1)
+        factors.index(2).store(factor)
+        mbarrier.arrive(of_end.full.index(0))
+        gl.store(to.of_rows + token.to(gl.int64) * work.heads + first_head + rows, b_lse * 0.6931471805599453, mask=in_range)
+        return factor, next_blocks
 
 
 @gluon.jit
