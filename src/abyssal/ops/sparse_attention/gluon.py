@@ -474,7 +474,9 @@ def weigh_and_add(
 
 
 @gluon.jit
-def at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+def at_end(
+    tile, top, total, work, to, sink, factors, of_end, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr
+):
     """What runs beside a tile's last product: what follows from the sums of weights, for both roles that add, is stored.
 
     Returns the factor of each row, where a tile has all keys, and how many blocks the next tile has.
@@ -1172,7 +1174,7 @@ def aot_cases() -> list[AotCase]:
         constants |= {"PARTIAL": count > 1, "HEAD_BLOCKS": 1, "BLOCK": keys}
         constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
         name = f"sparse_attention gluon {'+'.join(pair)} k{keys} splits {count}"
-        reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
+        reason = "what is used once per tile, while its results leave and its blocks are weighed"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
 
     results = {"partial_out": "*fp16", "partial_rows": "*fp32", "sink": "*fp32", "out": "*bf16", "lse": "*fp32"}
