@@ -561,11 +561,11 @@ def soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_
     acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)  # beside exponentials, which take longer
     weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
     p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
-    scores = masked(bias, block + 1)
     fence_async_shared()
     mbarrier.arrive(p_full.index(half))
     total = total * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, total.type.layout), assert_trivial=True), 1)
-    return scores, acc, new_top, total + of_threads(weights, plus)
+    total += of_threads(weights, plus)  # before the masks, which take as many registers as the weights
+    return masked(bias, block + 1), acc, new_top, total
 
 
 @gluon.jit
@@ -743,16 +743,10 @@ def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.con
 
 @gluon.jit
 def copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, FORMATS: gl.constexpr):
-    """Bring a tile's blocks of records that are bf16 already, n blocks after those of the program's first.
-
-    A block's records are asked for when the block before last has left shared memory; they come sooner from the L2, which is told of
-    them two blocks ahead.
-    """
+    """Bring a tile's blocks of records that are bf16 already, n blocks after those of the program's first."""
     BLOCK: gl.constexpr = left.shape[1]
     LAYOUT: gl.constexpr = FORMATS.window
     where = locate(0, n, first_slots, pools, bias, LAYOUT, FORMATS)
-    after = locate(1, n, slots, pools, bias, LAYOUT, FORMATS)
-    slots = block_slots(2, lists, BLOCK)
     for block in range(blocks):
         half = (n + block) & 1
         phase = (n + block) >> 1 & 1 ^ 1
@@ -762,24 +756,10 @@ def copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, 
         mbarrier.wait(of_right.empty.index(half), phase)
         copy_half(1, where, right.index(half))
         async_copy.mbarrier_arrive(of_right.full.index(half))
+        where = locate(block + 1, n, slots, pools, bias, LAYOUT, FORMATS)
+        slots = block_slots(block + 2, lists, BLOCK)
         mbarrier.arrive(of_left.full.index(half))
         mbarrier.arrive(of_right.full.index(half))
-        where = after
-        after = locate(block + 2, n, slots, pools, bias, LAYOUT, FORMATS)
-        prefetch(after, LAYOUT)
-        slots = block_slots(block + 3, lists, BLOCK)
-
-
-@gluon.jit
-def prefetch(where, LAYOUT: gl.constexpr):
-    """Bring records to the L2, a half of one by each thread."""
-    HALVES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps() // 2, 2], [0, 1])
-    BYTES: gl.constexpr = LAYOUT.data_bytes // 2
-    half = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, HALVES)), 0) * BYTES
-    data = gl.expand_dims(gl.convert_layout(where[0], gl.SliceLayout(1, HALVES)), 1) + half
-    size = gl.full(data.shape, BYTES, gl.int32, HALVES)
-    command: gl.constexpr = "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
-    gl.inline_asm_elementwise(command, "=r,l,r", [data.to(gl.int64), size], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -809,31 +789,22 @@ def bring_block(
 ):  # fmt: skip
     """Widen a block's codes, n blocks after those of the program's first. Returns the same of the next block, in layout NEXT.
 
-    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them; where codes
-    take few registers, those of a whole block are, and nobody waits for loads that were just issued.
+    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them.
     """
     slots, left_codes, left_scales, right_codes, right_scales = ahead
-    WHOLE: gl.constexpr = LAYOUT.name == "v41_fp4"
     half = (n + block) & 1
     phase = (n + block) >> 1 & 1 ^ 1
-    if WHOLE:
-        where = locate(block + 1, n, slots, pools, bias, NEXT, FORMATS)
-        next_left_codes, next_left_scales = load_half(0, where, slots * 0, NEXT)
-        next_right_codes, next_right_scales = load_half(1, where, slots * 0, NEXT)
-        slots = block_slots(block + 2, lists, left.shape[1])
     mbarrier.wait(of_left.empty.index(half), phase)
     convert_half(0, left_codes, left_scales, left.index(half), LAYOUT)
     mbarrier.arrive(of_left.full.index(half))
-    if not WHOLE:
-        where = locate(block + 1, n, slots, pools, bias, NEXT, FORMATS)
-        next_left_codes, next_left_scales = load_half(0, where, nothing(right_scales[0], never), NEXT)
-        slots = block_slots(block + 2, lists, left.shape[1])
+    where = locate(block + 1, n, slots, pools, bias, NEXT, FORMATS)
+    left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), NEXT)
+    slots = block_slots(block + 2, lists, left.shape[1])
     mbarrier.wait(of_right.empty.index(half), phase)
     convert_half(1, right_codes, right_scales, right.index(half), LAYOUT)
     mbarrier.arrive(of_right.full.index(half))
-    if not WHOLE:
-        next_right_codes, next_right_scales = load_half(1, where, nothing(next_left_scales[0], never), NEXT)
-    return slots, next_left_codes, next_left_scales, next_right_codes, next_right_scales
+    right_codes, right_scales = load_half(1, where, nothing(left_scales[0], never), NEXT)
+    return slots, left_codes, left_scales, right_codes, right_scales
 
 
 @gluon.jit
