@@ -1,6 +1,7 @@
 """Sparse attention: the reference against a per-query loop in double precision, kernels against the reference."""
 
 import itertools
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -248,6 +249,20 @@ def test_hopper_kernel_is_batch_invariant(pair):
         for _ in range(3):
             again, again_lse = run(case.permuted(order.to(DEVICE)), wgmma, batch_invariant=True)
             assert torch.equal(again.cpu(), out.cpu()[order]) and torch.equal(again_lse.cpu(), lse.cpu()[order])
+
+
+@hopper
+def test_hopper_kernel_reads_strided_queries_and_pages_of_two_sizes(monkeypatch):
+    lengths = [(128, 200), (0, 0), (65, 3), (0, 70), (1, 0)] * 60
+    case = make_case(("v41", "v41_fp4"), 64, lengths)
+    monkeypatch.setattr(sys.modules[__name__], "ENTRIES", 32)
+    other = make_case(("v41", "v41_fp4"), 64, lengths, seed=1)
+    case = replace(case, entries=other.entries, values=(case.values[0], other.values[1]))
+    for shape, turned in (((len(lengths), 66, 1536), False), ((66, len(lengths), 1536), True)):
+        q = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        q = (q.transpose(0, 1) if turned else q)[:, 1:65, 512:1024]
+        q.copy_(case.q)
+        assert_close(*run(replace(case, q=q), wgmma, config=wgmma.LaunchConfig(Splits(1, None))), case)
 
 
 @hopper
