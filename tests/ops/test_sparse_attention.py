@@ -469,6 +469,10 @@ def test_unsupported_arguments_are_named():
     for scale in (-SCALE, 0.0, float("nan")):
         with pytest.raises(ValueError, match="scale must be positive"):
             wgmma.sparse_attention(case.q, case.window, case.entries, case.sink, scale)
+    shifted = torch.zeros(1, 4, 520, dtype=torch.bfloat16, device=DEVICE)
+    for q in (shifted[:, :, 4:516], shifted.reshape(1, -1)[:, : 4 * 516].view(1, 4, 516)[:, :, :512]):
+        with pytest.raises(ValueError, match="rows of q must start at multiples of 16 bytes"):
+            wgmma.sparse_attention(q, case.window, case.entries, case.sink, SCALE)
 
 
 def test_debug_check_names_slots_outside_of_the_pool():

@@ -107,11 +107,15 @@ def sparse_attention(
     """As `sparse_attention.triton.sparse_attention`, on sm_90.
 
     Raises:
-        ValueError: also a scale that is not positive.
+        ValueError: also a scale that is not positive, or rows of queries that do not start at multiples of 16 bytes.
     """
     check(q, window, entries, sink)
     if not scale > 0:
         raise ValueError(f"scale must be positive, not {scale}: scores are masked before they are scaled")
+    if q.data_ptr() % 16 or any(stride % 8 for stride, count in zip(q.stride(), q.shape[:2], strict=False) if count > 1):
+        raise ValueError(
+            f"rows of q must start at multiples of 16 bytes, not at {q.data_ptr()} with strides {q.stride()}: copy it"
+        )
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
