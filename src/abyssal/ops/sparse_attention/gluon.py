@@ -784,13 +784,12 @@ def begin_blocks(n, first_slots, slots, pools, bias, never, LAYOUT: gl.constexpr
     where = locate(0, n, first_slots, pools, bias, LAYOUT, FORMATS)
     left_codes, left_scales = load_half(0, where, slots * 0, LAYOUT)
     right_codes, right_scales = load_half(1, where, slots * 0, LAYOUT)
-    came = left_scales[0] | right_scales[0]
+    came = gl.max(left_codes[0], axis=2)
+    for i in gl.static_range(1, len(left_codes)):
+        came |= gl.max(left_codes[i], axis=2)
+    came = gl.convert_layout(gl.max(came, axis=1), slots.type.layout, assert_trivial=True) | left_scales[0]
     if LAYOUT.name == "v41":
-        came |= left_scales[1] | right_scales[1]
-    for i in gl.static_range(len(left_codes)):
-        came |= of_keys(left_codes[i], slots)
-    for i in gl.static_range(len(right_codes)):
-        came |= of_keys(right_codes[i], slots)
+        came |= left_scales[1]
     return slots | nothing(came, never), left_codes, left_scales, right_codes, right_scales
 
 
@@ -817,12 +816,6 @@ def bring_block(
     mbarrier.arrive(of_right.full.index(half))
     right_codes, right_scales = load_half(1, where, nothing(left_scales[0], never), NEXT)
     return slots, left_codes, left_scales, right_codes, right_scales
-
-
-@gluon.jit
-def of_keys(codes, slots):
-    """A number for each key that depends on all of its codes."""
-    return gl.convert_layout(gl.max(gl.max(codes, axis=2), axis=1), slots.type.layout, assert_trivial=True)
 
 
 @gluon.jit
