@@ -33,7 +33,9 @@ BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them
 NUM_WARPS = 4  # of the role that weighs; four more add the right half
 ADD_REGISTERS = 160
-BRING_REGISTERS = {"bf16": 88, "v4": 72, "v41": 72, "v41_fp4": 80}  # by the entries' layout; who weighs takes what is left
+BF16_REGISTERS = 88  # of the role that brings records, for those that are copied
+CODE_REGISTERS = 80  # for those that are widened; the role that weighs takes what is left
+FEW_REGISTERS = 72  # for one layout without splits, where the role that weighs would otherwise keep values in memory
 
 # Microseconds, fitted to 37 measured launches with splits, of 1 to 64 queries, with an error of 10 % at most.
 START_COST = 4.2  # of one program (launch, queries, first records, result)
@@ -158,7 +160,7 @@ def sparse_attention(
         PARTIAL=splits.count > 1,
         BLOCK=config.block_keys,
         ADD_REGISTERS=ADD_REGISTERS,
-        **_bring_constants(window.records.layout, entries.records.layout),
+        **_bring_constants(window.records.layout, entries.records.layout, splits.count),
         num_warps=NUM_WARPS,
         launch_pdl=True,
     )
@@ -188,9 +190,12 @@ def no_record(device: torch.device) -> Tensor:
     return torch.zeros(max(layouts.get(name).data_bytes for pair in PAIRS for name in pair), dtype=torch.uint8, device=device)
 
 
-def _bring_constants(window: Layout, entries: Layout) -> dict[str, int]:
-    warps = bringing_warps(window, entries)
-    return {"BRING_WARPS": warps, "BRING_REGISTERS": BRING_REGISTERS[entries.name]}
+def _bring_constants(window: Layout, entries: Layout, count: int) -> dict[str, int]:
+    if window.grid is None:
+        registers = BF16_REGISTERS
+    else:
+        registers = FEW_REGISTERS if window.name == entries.name and count == 1 else CODE_REGISTERS
+    return {"BRING_WARPS": bringing_warps(window, entries), "BRING_REGISTERS": registers}
 
 
 def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor]:
@@ -420,15 +425,9 @@ def split_range(split, blocks, work, PARTIAL: gl.constexpr):
 @gluon.jit
 def blocks_of_tile(tile, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
     token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
-    return blocks_of_lengths(
-        split, gl.load(work.window_lengths + token), gl.load(work.entry_lengths + token), work, BLOCK, PARTIAL
-    )
-
-
-@gluon.jit
-def blocks_of_lengths(split, window_length, entry_length, work, BLOCK: gl.constexpr, PARTIAL: gl.constexpr):
-    blocks = (window_length + BLOCK - 1) // BLOCK + (entry_length + BLOCK - 1) // BLOCK
-    return split_range(split, blocks, work, PARTIAL)[1]
+    window_blocks = (gl.load(work.window_lengths + token) + BLOCK - 1) // BLOCK
+    entry_blocks = (gl.load(work.entry_lengths + token) + BLOCK - 1) // BLOCK
+    return split_range(split, window_blocks + entry_blocks, work, PARTIAL)[1]
 
 
 @gluon.jit
@@ -448,8 +447,6 @@ def weigh_and_add(
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)), plus)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        next_token, next_split, _ = place(gl.minimum(tile + work.programs, work.tiles - 1), work, HEAD_BLOCKS, PARTIAL)
-        next_lengths = gl.load(work.window_lengths + next_token), gl.load(work.entry_lengths + next_token)
         mbarrier.wait(of_q.full.index(0), tile // work.programs & 1)
         if blocks > 0:
             mbarrier.wait(of_left.full.index(n & 1), n >> 1 & 1)
@@ -472,17 +469,17 @@ def weigh_and_add(
             n = end
             mbarrier.arrive(of_q.empty.index(0))
             last = warpgroup_mma(p_smem.index((n - 1) & 1), left.index((n - 1) & 1), acc, is_async=True)
-            factor = at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
+            factor, next_blocks = at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
             acc = warpgroup_mma_wait(0, deps=[last])
             mbarrier.arrive(of_left.empty.index((n - 1) & 1))
         else:
             mbarrier.arrive(of_q.empty.index(0))
-            factor = at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
+            factor, next_blocks = at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
         if PARTIAL:
             store_part(0, acc, to, part_of(token, split, work), first_head, work.heads)
         else:
             store_half(0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, first_head, work.heads)
-        blocks = blocks_of_lengths(next_split, here(next_lengths[0]), here(next_lengths[1]), work, BLOCK, PARTIAL)
+        blocks = next_blocks
 
 
 @gluon.jit
@@ -491,17 +488,18 @@ def at_end(
 ):
     """What runs beside a tile's last product: what follows from the sums of weights, for both roles that add, is stored.
 
-    Returns the factor of each row, where a tile has all keys.
+    Returns the factor of each row, where a tile has all keys, and how many blocks the next tile has.
     """
     token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
     rows = here(gl.arange(0, 64, layout=top.type.layout))
     in_range = rows < work.heads - first_head
+    next_blocks = blocks_of_tile(gl.minimum(tile + work.programs, work.tiles - 1), work, BLOCK, HEAD_BLOCKS, PARTIAL)
     if PARTIAL:
         total = gl.convert_layout(gl.sum(total, axis=1), top.type.layout, assert_trivial=True)
         of_rows = to.of_rows + ((part_of(token, split, work) * work.heads + first_head) + rows) * 4
         gl.store(of_rows, top, mask=in_range)
         gl.store(of_rows + 1, total, mask=in_range)
-        return total
+        return total, next_blocks
     else:
         b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
         total = gl.convert_layout(gl.sum(total, axis=1), top.type.layout, assert_trivial=True)
@@ -512,7 +510,7 @@ def at_end(
         factors.index(2).store(factor)
         mbarrier.arrive(of_end.full.index(0))
         gl.store(to.of_rows + token.to(gl.int64) * work.heads + first_head + rows, b_lse * 0.6931471805599453, mask=in_range)
-        return factor
+        return factor, next_blocks
 
 
 @gluon.jit
@@ -1154,7 +1152,7 @@ def aot_cases() -> list[AotCase]:
         window, entries = layouts.get(pair[0]), layouts.get(pair[1])
         constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
         constants |= {"PARTIAL": count > 1, "HEAD_BLOCKS": 1, "BLOCK": keys}
-        constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
+        constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries, count)}
         name = f"sparse_attention gluon {'+'.join(pair)} k{keys} splits {count}"
         reason = "what is used once per tile, while its results leave and its blocks are weighed"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
