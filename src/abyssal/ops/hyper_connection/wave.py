@@ -1,0 +1,541 @@
+# mypy: allow-untyped-defs, no-check-untyped-defs
+"""A mixing site of a few hundred tokens in one wave, on Hopper: all that a program reads is on its way at once and stays in shared memory.
+
+A program has TOKENS tokens and some columns of all four streams, one program on each multiprocessor; the programs of the same tokens
+form a group. Streams are expanded in place as they arrive, and a warp keeps its sums in registers until the last column. They are
+handed over once, as words of 16 bytes with a tag that differs from launch to launch, and every program of a group adds up what it
+needs of them for its own tokens: the factors of the collapse and of the norm, as `triton.py` beside this tells. Behind the groups a
+few more programs compute the coefficients. A group waits for itself only, and its programs follow each other in the grid: a launch
+makes progress as soon as one group runs side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from abyssal.ops.hyper_connection import Site
+from abyssal.ops.hyper_connection.triton import (
+    KernelWeights,
+    _collapse,
+    _expand,
+    _float,
+    _own_pre,
+    _sigmoid,
+    _sinkhorn,
+    _store_each,
+)
+
+TOKENS = gl.constexpr(64)
+COLUMNS = gl.constexpr(64)  # of a step
+WARPS = gl.constexpr(8)
+WORDS = gl.constexpr(12 * 64)  # of 16 bytes that a program hands over: 8 of coefficients for each token, then 4 of products of streams
+BATCH = gl.constexpr(16)  # words of a thread on their way
+
+# A warp has 16 tokens x 32 columns, a thread 8 columns of tokens g and g + 8: operands of two products of depth 16.
+TILE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[0, 32], [16, 0], [32, 0]], [], [64, 64]
+    )
+)
+COLUMN = gl.constexpr(
+    gl.DistributedLinearLayout([[8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[0, 0], [16, 0], [32, 0]], [], [64, 1])
+)
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+COPY_COMB = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
+COPY_POST = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0]))
+# Eight sums of one token, of one half of a step's columns.
+HALF = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [32, 0]], [], [64, 32]
+    )
+)
+# Words of a token side by side.
+EIGHT = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 4]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [32, 0]], [], [64, 8])
+)
+FOUR = gl.constexpr(
+    gl.DistributedLinearLayout([], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [32, 0]], [], [64, 4])
+)
+ROWS = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [8, 1], [1, 0]))
+TILE_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
+PARTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+PLAIN_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+def _mma(to: list[str], a: list[str], b: list[str], old: list[str]) -> str:
+    return (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{', '.join(to)}}}, {{{', '.join(a)}}}, {{{', '.join(b)}}}, "
+        f"{{{', '.join(old)}}};"
+    )
+
+
+def _products() -> str:
+    """Sums of one stream times 24 weights over the 32 columns of a warp, added to those before.
+
+    Inputs: 16 sums, of each token those of coefficients 8 m + 2 c and 8 m + 2 c + 1 for m = 0 to 2 and two others; three weight
+    tensors (coefficients 8 m.., in rows g the high and in rows g + 8 the low halves); the stream.
+    """
+    lines = []
+    for s in (0, 2):
+        a = [f"${56 + i}" for i in (s, 4 + s, s + 1, 5 + s)]
+        for half in (0, 4):
+            for m in range(3):
+                b = [f"${32 + 8 * m + half + s + i}" for i in (0, 1)]
+                to = [f"${i + 2 * m + e}" for i in (0, 8) for e in (0, 1)]
+                old = [f"${16 + i + 2 * m + e}" for i in (0, 8) for e in (0, 1)] if s == half == 0 else to
+                lines.append(_mma(to, a, b, old))
+    lines += [f"mov.b32 ${i}, ${16 + i};" for i in (6, 7, 14, 15)]
+    return "{ " + " ".join(lines) + " }"
+
+
+def _squares(own_pre: bool) -> str:
+    """Sums over the 32 columns of a warp of products of a token's streams, added to those before: ten, or sum n^2 and sum y^2.
+
+    Products are of all tokens with all, of which a thread whose columns have its own token keeps one.
+    """
+    tensors = 2 if own_pre else 1
+    first_sum, stream = 16 * tensors, 32 * tensors
+    if own_pre:
+        squares = [(0, 0, 1, 0), (1, 2, 3, 0), (2, 1, 2, 1), (3, 2, 3, 2), (4, 3, 1, 3)]
+        # 13, 23 beside the coefficients; 00, 11, 22, 33, 01, 02, 03, 12
+        kept = [(6, 18), (7, 14), (16, 0), (17, 8), (18, 12), (19, 16), (20, 2), (21, 4), (22, 6), (23, 10)]
+    else:
+        squares = [(0, 0, 0, 0), (0, 1, 1, 1), (0, 2, 2, 2), (0, 3, 3, 3), (1, 4, 4, 4)]
+        kept = [(6, 0), (7, 4)]
+    lines = [
+        ".reg .f32 g<20>, kept; .reg .pred odd; .reg .b32 lane;",
+        "mov.u32 lane, %laneid; and.b32 lane, lane, 4; setp.ne.u32 odd, lane, 0;",
+    ]
+    for rows in (0, 1):
+        started = set()
+        for target, first, second, right in squares:
+            for s in (0, 2):
+                a = [f"${stream + 8 * n + 4 * rows + s + i}" for i in (0, 1) for n in (first, second)]
+                b = [f"${stream + 8 * right + 4 * rows + s + i}" for i in (0, 1)]
+                to = [f"g{4 * target + i}" for i in range(4)]
+                lines.append(_mma(to, a, b, to if target in started else ["0f00000000"] * 4))
+                started.add(target)
+        for output, g in kept:
+            at = output + 8 * rows
+            lines += [f"selp.f32 kept, g{g + 1}, g{g}, odd;", f"add.f32 ${at}, ${first_sum + at}, kept;"]
+    changed = {output + 8 * rows for output, _ in kept for rows in (0, 1)}
+    lines += [f"mov.b32 ${i}, ${first_sum + i};" for i in range(first_sum) if i not in changed]
+    return "{ " + " ".join(lines) + " }"
+
+
+PRODUCTS = gl.constexpr(_products())
+PRODUCTS_OPERANDS = gl.constexpr(",".join(["=&f"] * 16 + ["f"] * 16 + ["r"] * 32))
+OWN_SQUARES = gl.constexpr(_squares(True))
+OWN_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 32 + ["r"] * 32))
+GIVEN_SQUARES = gl.constexpr(_squares(False))
+GIVEN_OPERANDS = gl.constexpr(",".join(["=&f"] * 16 + ["f"] * 16 + ["r"] * 40))
+
+
+@gluon.jit
+def _add_products(sums, weights, n):
+    return gl.inline_asm_elementwise(
+        PRODUCTS, PRODUCTS_OPERANDS, (sums,) + weights + (n,), dtype=gl.float32, is_pure=True, pack=16
+    )
+
+
+@gluon.jit
+def _add_squares(sums, grams, n, y, OWN_PRE: gl.constexpr):
+    if OWN_PRE:
+        return gl.inline_asm_elementwise(
+            OWN_SQUARES, OWN_OPERANDS, (sums, grams) + n, dtype=(gl.float32, gl.float32), is_pure=True, pack=16
+        )
+    else:
+        return (
+            gl.inline_asm_elementwise(
+                GIVEN_SQUARES, GIVEN_OPERANDS, (sums,) + n + (y,), dtype=gl.float32, is_pure=True, pack=16
+            ),
+            grams,
+        )
+
+
+def _hand_over_words(own_pre: bool) -> str:
+    """Two words of coefficients of each thread, and of the thread whose columns have its own token those of products of streams."""
+    at = 24 if own_pre else 16
+    words = [(f"${8 + a}", f"${8 + b}", f"${8 + c}") for a, b, c in ((0, 2, 4), (1, 3, 5))]
+    if own_pre:
+        more = [("$16", "$17", "$18"), ("$19", "$20", "$21"), ("$22", "$23", "$14"), ("$15", "$15", "$15")]
+    else:
+        more = [("$14", "$15", "$15")]
+    lines = [
+        ".reg .pred own; .reg .b32 a, b; .reg .b64 lo, hi, to; .reg .b128 word;",
+        "mov.u32 a, %laneid; shr.u32 b, a, 3; and.b32 a, a, 3; setp.eq.u32 own, a, b;",
+        f"cvt.u64.u32 to, ${at}; add.s64 to, to, ${at + 8};",
+    ]
+    for index, (a, b, c) in enumerate(words + more):
+        if index == 2:
+            lines += [f"shr.u32 a, ${at}, 1; and.b32 a, a, 0xffffffc0; cvt.u64.u32 to, a; add.s64 to, to, ${at + 8};"]
+        predicate, offset = ("", 16 * index) if index < 2 else ("@own ", 8192 + 16 * (index - 2))
+        lines += [
+            f"mov.b64 lo, {{{a}, {b}}}; mov.b64 hi, {{{c}, ${at + 16}}}; mov.b128 word, {{lo, hi}};",
+            f"{predicate}st.relaxed.gpu.global.b128 [to + {offset}], word;",
+        ]
+    lines += [f"mov.b32 ${i}, 0;" for i in range(8)]
+    return "{ " + " ".join(lines) + " }"
+
+
+OWN_WORDS = gl.constexpr(_hand_over_words(True))
+OWN_WORDS_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["f"] * 16 + ["r"] * 8 + ["l"] * 8 + ["r"] * 8))
+GIVEN_WORDS = gl.constexpr(_hand_over_words(False))
+GIVEN_WORDS_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["f"] * 8 + ["r"] * 8 + ["l"] * 8 + ["r"] * 8))
+
+
+@gluon.jit
+def _hand_over(sums, grams, offset, base, tag, OWN_PRE: gl.constexpr):
+    if OWN_PRE:
+        gl.inline_asm_elementwise(
+            OWN_WORDS, OWN_WORDS_OPERANDS, [sums, grams, offset, base.to(gl.int64), tag], dtype=gl.int32, is_pure=False, pack=8
+        )
+    else:
+        gl.inline_asm_elementwise(
+            GIVEN_WORDS, GIVEN_WORDS_OPERANDS, [sums, offset, base.to(gl.int64), tag], dtype=gl.int32, is_pure=False, pack=8
+        )
+
+
+@gluon.jit
+def _load_word(at):
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b128 word;
+        ld.relaxed.gpu.global.b128 word, [$2];
+        mov.b128 {$0, $1}, word;
+        }""",
+        "=l,=l,l",
+        [at],
+        dtype=(gl.int64, gl.int64),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _await_word(word, at, tag):
+    """The three numbers of a word, which is loaded again until it has the tag."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred here;
+        .reg .b32 tag;
+        .reg .b64 lo, hi;
+        .reg .b128 word;
+        mov.b64 lo, $3;
+        mov.b64 hi, $4;
+        AGAIN:
+        mov.b64 {$2, tag}, hi;
+        setp.eq.s32 here, tag, $6;
+        @here bra DONE;
+        ld.relaxed.gpu.global.b128 word, [$5];
+        mov.b128 {lo, hi}, word;
+        bra AGAIN;
+        DONE:
+        mov.b64 {$0, $1}, lo;
+        }""",
+        "=&f,=&f,=&f,l,l,l,r",
+        [word[0], word[1], at.to(gl.int64), tag],
+        dtype=(gl.float32, gl.float32, gl.float32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _add_words(at, tag, SLICES: gl.constexpr):
+    """Sums over all programs of a group of the three numbers of each word."""
+    words = ()
+    for s in gl.static_range(min(BATCH, SLICES)):
+        words = words + (_load_word(at + s * (WORDS * 2)),)
+    total = _await_word(words[0], at, tag)
+    for s in gl.static_range(1, SLICES):
+        if s + (BATCH - 1) < SLICES:
+            words = words + (_load_word(at + (s + (BATCH - 1)) * (WORDS * 2)),)
+        more = _await_word(words[s], at + s * (WORDS * 2), tag)
+        total = (total[0] + more[0], total[1] + more[1], total[2] + more[2])
+    return total
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def hyper_connection_wave(
+    source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, pre_out, post_out, comb_out, handed, epochs,
+    tokens, rms_eps, eps, D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    """Grid: groups of TOKENS tokens x D / COLUMNS / STEPS programs, then one program for the coefficients of two groups each."""
+    SLICES: gl.constexpr = D // (COLUMNS * STEPS)
+    groups = (tokens + (TOKENS - 1)) // TOKENS
+    group, program = gl.program_id(0) // SLICES, gl.program_id(0) % SLICES
+    STRIDE: gl.constexpr = D // 128 * WORDS * 2  # of a group, whatever the launch: so the tags in it only grow
+    if group < groups:
+        _slice(
+            source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, handed + group * STRIDE, epochs + group,
+            group * TOKENS, tokens, program, rms_eps, eps, D, OWN_PRE, STEPS, SLICES,
+        )  # fmt: skip
+    else:
+        _finish(
+            base, scale, pre_out, post_out, comb_out, handed, epochs, tokens, groups, gl.program_id(0) - groups * SLICES,
+            rms_eps, eps, D, OWN_PRE, ITERATIONS, SLICES, STRIDE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _columns(shared, COUNT: gl.constexpr):
+    """[64, COUNT] in shared memory -> COUNT x [64, 1]"""
+    values = ()
+    for j in gl.static_range(COUNT):
+        values = values + (_column(shared, j),)
+    return values
+
+
+@gluon.jit
+def _column(shared, COLUMN_INDEX: gl.constexpr):
+    return gl.convert_layout(shared.slice(COLUMN_INDEX, 1, dim=1).load(COLUMN), TILE, assert_trivial=True)
+
+
+@gluon.jit
+def _load4(planes, step):
+    values = ()
+    for k in gl.static_range(4):
+        values = values + (planes[k].index(step).load(TILE),)
+    return values
+
+
+@gluon.jit
+def _slice(
+    source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, handed, epoch, start, tokens, program, rms_eps, eps,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, STEPS: gl.constexpr, SLICES: gl.constexpr,
+):  # fmt: skip
+    """Some columns of a group's tokens, from first to last."""
+    planes = ()  # streams, replaced by the new ones, and what is added to them
+    for _ in gl.static_range(5):
+        planes = planes + (gl.allocate_shared_memory(gl.bfloat16, [STEPS, TOKENS, COLUMNS], TILE_SHARED),)
+    combs = gl.allocate_shared_memory(gl.float32, [TOKENS, 16], PLAIN_2)
+    posts = gl.allocate_shared_memory(gl.float32, [TOKENS, 4], PLAIN_2)
+    pres = gl.allocate_shared_memory(gl.float32, [TOKENS, 4], PLAIN_2)
+    parts = gl.allocate_shared_memory(gl.float32, [TOKENS, COLUMNS], PARTS_SHARED)
+
+    first_column = program * (STEPS * COLUMNS)
+    left = tokens - start
+    local = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, TILE))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, TILE))
+    mask = gl.expand_dims(local < left, 1)
+    stream_at = gl.expand_dims(local * (4 * D), 1) + gl.expand_dims(columns, 0)
+    x_at = gl.expand_dims(local * D, 1) + gl.expand_dims(columns, 0)
+    # Coefficients 20 to 23, which make pre, change places with 6, 14, 7 and 15, so that two words have them.
+    g, half = local % 8, local // 8 % 2 * (24 * 4 * D)
+    weight_at = (
+        gl.expand_dims(half + gl.where(g >= 6, g * 2 + 8, g) * (4 * D), 1) + gl.expand_dims(columns, 0),
+        gl.expand_dims(half + gl.where(g >= 6, g * 2 + 9, g + 8) * (4 * D), 1) + gl.expand_dims(columns, 0),
+        gl.expand_dims(half + gl.where(g >= 4, g // 2 + g % 2 * 8 + 4, g + 16) * (4 * D), 1) + gl.expand_dims(columns, 0),
+    )
+    gdc_launch_dependents()
+    gdc_wait()
+    row = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPY_COMB)), 1)
+    at = comb + start * 16 + (row * 16 + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, COPY_COMB)), 0))
+    async_copy.async_copy_global_to_shared(combs, at, mask=row < left)
+    row = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPY_POST)), 1)
+    part = row * 4 + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, COPY_POST)), 0)
+    async_copy.async_copy_global_to_shared(posts, post + start * 4 + part, mask=row < left)
+    if not OWN_PRE:
+        async_copy.async_copy_global_to_shared(pres, pre + start * 4 + part, mask=row < left)
+    row = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPY)), 1)
+    copied = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, COPY)), 0)
+    for step in gl.static_range(STEPS):
+        column = first_column + step * COLUMNS
+        at = source + (start.to(gl.int64) * (4 * D) + column) + (row * (4 * D) + copied)
+        for k in gl.static_range(4):
+            async_copy.async_copy_global_to_shared(planes[k].index(step), at + k * D, mask=row < left)
+        at = out + (start.to(gl.int64) * D + column) + (row * D + copied)
+        async_copy.async_copy_global_to_shared(planes[4].index(step), at, mask=row < left)
+        async_copy.commit_group()
+    tag = gl.load(epoch)
+
+    sums = gl.zeros([TOKENS, COLUMNS], gl.float32, TILE)
+    grams = gl.zeros([TOKENS, COLUMNS], gl.float32, TILE)
+    for step in range(STEPS):
+        column = first_column + step * COLUMNS
+        weights = ()
+        for k in gl.static_range(4):
+            for m in gl.static_range(3):
+                weights = weights + (gl.load(fn + (k * D + column) + weight_at[m]),)
+        async_copy.wait_group(STEPS - 1)
+        gl.thread_barrier()
+        n = _expand(_load4(planes, step), planes[4].index(step).load(TILE), _columns(posts, 4), _columns(combs, 16), False)
+        _store_each(streams + (start.to(gl.int64) * (4 * D) + column) + stream_at, n, D, mask)
+        y = n[0]
+        if OWN_PRE:
+            for k in gl.static_range(4):
+                planes[k].index(step).store(n[k])
+        else:
+            y = _collapse(n, _columns(pres, 4))
+            planes[0].index(step).store(y)
+        for k in gl.static_range(4):
+            sums = _add_products(sums, (weights[3 * k], weights[3 * k + 1], weights[3 * k + 2]), n[k])
+        sums, grams = _add_squares(sums, grams, n, y, OWN_PRE)
+        async_copy.commit_group()
+
+    parts.store(sums)
+    total = parts.slice(0, 32, dim=1).load(HALF) + parts.slice(32, 32, dim=1).load(HALF)
+    products = total
+    if OWN_PRE:
+        parts.store(grams)
+        products = parts.slice(0, 32, dim=1).load(HALF) + parts.slice(32, 32, dim=1).load(HALF)
+    token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, HALF)), 1)
+    offset = token * 128 + gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, HALF)) // 8 * 32, 0)
+    _hand_over(total, products, offset, handed + program * (WORDS * 2), tag, OWN_PRE)
+
+    gathered = parts._reinterpret(gl.float32, [8, TOKENS, 8], PLAIN_2)
+    if OWN_PRE:
+        token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, EIGHT)), 1)
+        word = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, EIGHT)), 0)
+        word = gl.where(word < 4, 512 + token * 4 + word, token * 8 + 6 + word % 2)
+        totals = _add_words(handed + word * 2, tag, SLICES)
+        for i in gl.static_range(3):
+            gathered.index(i).store(totals[i])
+        raw, all_base, all_scale = (), (), ()
+        for k in gl.static_range(4):
+            raw = raw + (_column(gathered.index(k % 2), 4 + k // 2),)
+            all_base, all_scale = all_base + (gl.load(base + 20 + k),), all_scale + (gl.load(scale + 20 + k),)
+        for k in gl.static_range(10):
+            raw = raw + (_column(gathered.index(k % 3), k // 3),)
+        own, factor = _own_pre(raw, all_base, all_scale, rms_eps, eps, D)
+    else:
+        token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, FOUR)), 1)
+        word = token * 4 + 512 + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, FOUR)) * 0, 0)
+        totals = _add_words(handed + word * 2, tag, SLICES)
+        gathered.index(0).slice(0, 4, dim=1).store(totals[1])
+        factor = gl.rsqrt(_column(gathered.index(0), 0) / D + rms_eps)
+        own = (factor, factor, factor, factor)
+    for step in range(STEPS):
+        column = first_column + step * COLUMNS
+        norm = gl.expand_dims(gl.load(norm_weight + column + columns), 0)
+        if OWN_PRE:
+            y = _collapse(_load4(planes, step), own)
+        else:
+            y = planes[0].index(step).load(TILE)
+        normed = _float(y) * factor * norm
+        gl.store(x + (start.to(gl.int64) * D + column) + x_at, normed.to(gl.bfloat16), mask=mask)
+
+
+@gluon.jit
+def _finish(
+    base, scale, pre_out, post_out, comb_out, handed, epochs, tokens, groups, finisher, rms_eps, eps,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, SLICES: gl.constexpr, STRIDE: gl.constexpr,
+):  # fmt: skip
+    """pre, post and comb of two groups (V4 spec 2.2, steps 2 to 7)."""
+    sums = gl.allocate_shared_memory(gl.float32, [3, 2 * TOKENS, 8], PLAIN_2)
+    squares = gl.allocate_shared_memory(gl.float32, [3, 2 * TOKENS, 4], PLAIN_2)
+    coefficients = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, EIGHT)), 1) * 8
+    coefficients += gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, EIGHT)), 0)
+    products = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, FOUR)), 1) * 4 + 512
+    products += gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, FOUR)) % (2 if OWN_PRE else 1), 0)
+    all_base, all_scale = (), ()
+    for k in gl.static_range(24):
+        all_base, all_scale = all_base + (gl.load(base + k),), all_scale + (gl.load(scale + k),)
+    gdc_launch_dependents()
+    gdc_wait()
+    for half in gl.static_range(2):
+        group = finisher * 2 + half
+        if group < groups:
+            tag = gl.load(epochs + group)
+            totals = _add_words(handed + group * STRIDE + coefficients * 2, tag, SLICES)
+            for i in gl.static_range(3):
+                sums.index(i).slice(half * TOKENS, TOKENS, dim=0).store(totals[i])
+            totals = _add_words(handed + group * STRIDE + products * 2, tag, SLICES)
+            for i in gl.static_range(3):
+                squares.index(i).slice(half * TOKENS, TOKENS, dim=0).store(totals[i])
+            gl.thread_barrier()
+            gl.store(epochs + group, tag + 1)
+
+    row = finisher * (2 * TOKENS) + gl.expand_dims(gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, ROWS)), 1)
+    valid = row < tokens
+    total = squares.index(0).slice(0, 1, dim=1).load(ROWS)
+    if OWN_PRE:
+        total += squares.index(1).slice(0, 1, dim=1).load(ROWS)
+        total += squares.index(2).slice(0, 1, dim=1).load(ROWS) + squares.index(0).slice(1, 1, dim=1).load(ROWS)
+    rstd = gl.rsqrt(total / (4 * D) + rms_eps)
+    raw = ()
+    for i in gl.static_range(24):
+        raw = raw + (_coefficient_sum(sums, i) * rstd * all_scale[i] + all_base[i],)
+    for k in gl.static_range(4):
+        gl.store(pre_out + row * 4 + k, _sigmoid(raw[20 + k]) + eps, mask=valid)
+        gl.store(post_out + row * 4 + k, _sigmoid(raw[16 + k]) * 2.0, mask=valid)
+    _store_each(comb_out + row * 16, _sinkhorn(raw, eps, ITERATIONS), 1, valid)
+
+
+@gluon.jit
+def _coefficient_sum(sums, COEFFICIENT: gl.constexpr):
+    PLACE: gl.constexpr = _place(COEFFICIENT)
+    return sums.index(PLACE // 8).slice(PLACE % 8, 1, dim=1).load(ROWS)
+
+
+@gluon.constexpr_function
+def _place(coefficient):
+    """Where a coefficient's sum is: those that make pre change places with 6, 14, 7 and 15."""
+    moved = {20: 6, 21: 14, 22: 7, 23: 15, 6: 20, 14: 21, 7: 22, 15: 23}
+    return moved.get(coefficient, coefficient)
+
+
+@dataclass(frozen=True, slots=True)
+class WaveConfig:
+    """A program has TOKENS tokens and `steps` times COLUMNS columns."""
+
+    steps: int
+
+    def programs(self, tokens: int, hidden: int) -> int:
+        groups = -(-tokens // TOKENS.value)
+        return groups * (hidden // (COLUMNS.value * self.steps)) + (groups + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverState:
+    """Memory through which the programs of a launch hand over. One per stream of launches, allocated before capture."""
+
+    handed: Tensor  # int64 [groups, D / 128 programs, WORDS, 2]
+    epochs: Tensor  # int32 [groups]: the tag of the next launch
+
+    @classmethod
+    def allocate(cls, max_tokens: int, hidden: int, device: torch.device | str) -> HandoverState:
+        groups = -(-max_tokens // TOKENS.value)
+        return cls(
+            torch.zeros(groups, hidden // 128, WORDS.value, 2, dtype=torch.int64, device=device),
+            torch.ones(groups, dtype=torch.int32, device=device),
+        )
+
+
+def site(
+    source: Tensor,
+    out: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor | None,
+    weights: KernelWeights,
+    norm_weight: Tensor,
+    state: HandoverState,
+    config: WaveConfig,
+    *,
+    rms_eps: float,
+    eps: float,
+    iterations: int,
+) -> Site:
+    tokens, hidden = source.shape[0], source.shape[-1]
+    streams, x = torch.empty_like(source), torch.empty_like(out)
+    new_pre, new_post, new_comb = torch.empty_like(post), torch.empty_like(post), torch.empty_like(comb)
+    hyper_connection_wave[(config.programs(tokens, hidden),)](
+        source, out, post, comb, pre, weights.fn, weights.base, weights.scale, norm_weight, streams, x, new_pre, new_post, new_comb,
+        state.handed, state.epochs, tokens, rms_eps, eps,
+        ITERATIONS=iterations, **constants(config, hidden, pre is None), num_warps=WARPS.value, launch_pdl=True,
+    )  # fmt: skip
+    return Site(streams, x, new_pre, new_post, new_comb, None)
+
+
+def constants(config: WaveConfig, hidden: int, own_pre: bool) -> dict[str, Any]:
+    return {"D": hidden, "OWN_PRE": own_pre, "STEPS": config.steps}
