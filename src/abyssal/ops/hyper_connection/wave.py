@@ -65,6 +65,7 @@ FOUR = gl.constexpr(
     gl.DistributedLinearLayout([], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [32, 0]], [], [64, 4])
 )
 ROWS = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [8, 1], [1, 0]))
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 TILE_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
 PARTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 PLAIN_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -85,7 +86,7 @@ def _products() -> str:
     """
     lines = []
     for s in (0, 2):
-        a = [f"${56 + i}" for i in (s, 4 + s, s + 1, 5 + s)]
+        a = [f"${56 + 2 * s + i}" for i in range(4)]
         for half in (0, 4):
             for m in range(3):
                 b = [f"${32 + 8 * m + half + s + i}" for i in (0, 1)]
@@ -101,32 +102,31 @@ def _squares(own_pre: bool) -> str:
 
     Products are of all tokens with all, of which a thread whose columns have its own token keeps one.
     """
-    tensors = 2 if own_pre else 1
-    first_sum, stream = 16 * tensors, 32 * tensors
-    if own_pre:
-        squares = [(0, 0, 1, 0), (1, 2, 3, 0), (2, 1, 2, 1), (3, 2, 3, 2), (4, 3, 1, 3)]
-        # 13, 23 beside the coefficients; 00, 11, 22, 33, 01, 02, 03, 12
-        kept = [(6, 18), (7, 14), (16, 0), (17, 8), (18, 12), (19, 16), (20, 2), (21, 4), (22, 6), (23, 10)]
+    tensors, streams = (2, 4) if own_pre else (1, 5)
+    first_sum, quad = 16 * tensors, 32 * tensors
+    stream = quad + 8 * streams
+    if own_pre:  # 13, 23 beside the coefficients; 00, 11, 22, 33, 01, 02, 03, 12
+        pairs = {6: [(1, 3)], 7: [(2, 3)], 16: [(0, 0)], 17: [(1, 1)], 18: [(2, 2)], 19: [(3, 3)]}
+        pairs |= {20: [(0, 1)], 21: [(0, 2)], 22: [(0, 3)], 23: [(1, 2)]}
     else:
-        squares = [(0, 0, 0, 0), (0, 1, 1, 1), (0, 2, 2, 2), (0, 3, 3, 3), (1, 4, 4, 4)]
-        kept = [(6, 0), (7, 4)]
+        pairs = {6: [(0, 0), (1, 1), (2, 2), (3, 3)], 7: [(4, 4)]}
     lines = [
-        ".reg .f32 g<20>, kept; .reg .pred odd; .reg .b32 lane;",
+        ".reg .f32 g<4>, kept; .reg .pred odd; .reg .b32 lane;",
         "mov.u32 lane, %laneid; and.b32 lane, lane, 4; setp.ne.u32 odd, lane, 0;",
     ]
-    for rows in (0, 1):
-        started = set()
-        for target, first, second, right in squares:
-            for s in (0, 2):
-                a = [f"${stream + 8 * n + 4 * rows + s + i}" for i in (0, 1) for n in (first, second)]
-                b = [f"${stream + 8 * right + 4 * rows + s + i}" for i in (0, 1)]
-                to = [f"g{4 * target + i}" for i in range(4)]
-                lines.append(_mma(to, a, b, to if target in started else ["0f00000000"] * 4))
-                started.add(target)
-        for output, g in kept:
+    to = [f"g{i}" for i in range(4)]
+    for output, products in pairs.items():
+        for rows in (0, 1):
+            old = ["0f00000000"] * 4
+            for left, right in products:
+                for s in (0, 2):
+                    a = [f"${quad + 8 * left + 2 * s + i}" for i in range(4)]
+                    b = [f"${stream + 8 * right + 4 * rows + s + i}" for i in (0, 1)]
+                    lines.append(_mma(to, a, b, old))
+                    old = to
             at = output + 8 * rows
-            lines += [f"selp.f32 kept, g{g + 1}, g{g}, odd;", f"add.f32 ${at}, ${first_sum + at}, kept;"]
-    changed = {output + 8 * rows for output, _ in kept for rows in (0, 1)}
+            lines += [f"selp.f32 kept, g{2 * rows + 1}, g{2 * rows}, odd;", f"add.f32 ${at}, ${first_sum + at}, kept;"]
+    changed = {output + 8 * rows for output in pairs for rows in (0, 1)}
     lines += [f"mov.b32 ${i}, ${first_sum + i};" for i in range(first_sum) if i not in changed]
     return "{ " + " ".join(lines) + " }"
 
@@ -134,28 +134,40 @@ def _squares(own_pre: bool) -> str:
 PRODUCTS = gl.constexpr(_products())
 PRODUCTS_OPERANDS = gl.constexpr(",".join(["=&f"] * 16 + ["f"] * 16 + ["r"] * 32))
 OWN_SQUARES = gl.constexpr(_squares(True))
-OWN_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 32 + ["r"] * 32))
+OWN_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 32 + ["r"] * 64))
 GIVEN_SQUARES = gl.constexpr(_squares(False))
-GIVEN_OPERANDS = gl.constexpr(",".join(["=&f"] * 16 + ["f"] * 16 + ["r"] * 40))
+GIVEN_OPERANDS = gl.constexpr(",".join(["=&f"] * 16 + ["f"] * 16 + ["r"] * 80))
+QUADS = gl.constexpr(" ".join(f"or.b32 ${o}, ${8 + i}, $16;" for o, i in enumerate((0, 4, 1, 5, 2, 6, 3, 7))))
+QUADS_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 24))
 
 
 @gluon.jit
-def _add_products(sums, weights, n):
+def _quads(n, zero):
+    """The stream in the order of registers that products of 16 tokens take.
+
+    `zero` is one that the compiler does not know: it would not keep these copies, but make new ones for each product.
+    """
+    return gl.inline_asm_elementwise(QUADS, QUADS_OPERANDS, [n, zero], dtype=gl.bfloat16, is_pure=True, pack=16)
+
+
+@gluon.jit
+def _add_products(sums, weights, quads):
     return gl.inline_asm_elementwise(
-        PRODUCTS, PRODUCTS_OPERANDS, (sums,) + weights + (n,), dtype=gl.float32, is_pure=True, pack=16
+        PRODUCTS, PRODUCTS_OPERANDS, (sums,) + weights + (quads,), dtype=gl.float32, is_pure=True, pack=16
     )
 
 
 @gluon.jit
-def _add_squares(sums, grams, n, y, OWN_PRE: gl.constexpr):
+def _add_squares(sums, grams, quads, n, OWN_PRE: gl.constexpr):
+    """`n` and `quads` are the streams and, with a given pre, the collapsed vector."""
     if OWN_PRE:
         return gl.inline_asm_elementwise(
-            OWN_SQUARES, OWN_OPERANDS, (sums, grams) + n, dtype=(gl.float32, gl.float32), is_pure=True, pack=16
+            OWN_SQUARES, OWN_OPERANDS, (sums, grams) + quads + n, dtype=(gl.float32, gl.float32), is_pure=True, pack=16
         )
     else:
         return (
             gl.inline_asm_elementwise(
-                GIVEN_SQUARES, GIVEN_OPERANDS, (sums,) + n + (y,), dtype=gl.float32, is_pure=True, pack=16
+                GIVEN_SQUARES, GIVEN_OPERANDS, (sums,) + quads + n, dtype=gl.float32, is_pure=True, pack=16
             ),
             grams,
         )
@@ -267,7 +279,7 @@ def _add_words(at, tag, SLICES: gl.constexpr):
 @gluon.jit(do_not_specialize=["tokens"])
 def hyper_connection_wave(
     source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, pre_out, post_out, comb_out, handed, epochs,
-    tokens, rms_eps, eps, D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, STEPS: gl.constexpr,
+    tokens, rms_eps, eps, D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, STEPS: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Grid: groups of TOKENS tokens x D / COLUMNS / STEPS programs, then one program for the coefficients of two groups each."""
     SLICES: gl.constexpr = D // (COLUMNS * STEPS)
@@ -277,13 +289,30 @@ def hyper_connection_wave(
     if group < groups:
         _slice(
             source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, handed + group * STRIDE, epochs + group,
-            group * TOKENS, tokens, program, rms_eps, eps, D, OWN_PRE, STEPS, SLICES,
+            group * TOKENS, tokens, program, rms_eps, eps, D, OWN_PRE, STEPS, SLICES, LATE,
         )  # fmt: skip
     else:
         _finish(
             base, scale, pre_out, post_out, comb_out, handed, epochs, tokens, groups, gl.program_id(0) - groups * SLICES,
             rms_eps, eps, D, OWN_PRE, ITERATIONS, SLICES, STRIDE,
         )  # fmt: skip
+
+
+@gluon.jit
+def _prefetch_weights(fn, D: gl.constexpr, STEPS: gl.constexpr):
+    """Bring a program's columns of the 2 x 24 x 4 rows to the L2, a line of 128 bytes at a time."""
+    LINES: gl.constexpr = 2 * 24 * 4 * STEPS
+    first = gl.arange(0, 256, layout=THREADS)
+    for i in gl.static_range((LINES + 255) // 256):
+        line = gl.minimum(first + i * 256, LINES - 1)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [fn + (line // STEPS * D + line % STEPS * COLUMNS)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @gluon.jit
@@ -309,9 +338,18 @@ def _load4(planes, step):
 
 
 @gluon.jit
+def _load_weights(at, weight_at, D: gl.constexpr, FIRST: gl.constexpr, END: gl.constexpr):
+    weights = ()
+    for k in gl.static_range(FIRST, END):
+        for m in gl.static_range(3):
+            weights = weights + (gl.load(at + k * D + weight_at[m]),)
+    return weights
+
+
+@gluon.jit
 def _slice(
     source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, handed, epoch, start, tokens, program, rms_eps, eps,
-    D: gl.constexpr, OWN_PRE: gl.constexpr, STEPS: gl.constexpr, SLICES: gl.constexpr,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, STEPS: gl.constexpr, SLICES: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Some columns of a group's tokens, from first to last."""
     planes = ()  # streams, replaced by the new ones, and what is added to them
@@ -336,6 +374,7 @@ def _slice(
         gl.expand_dims(half + gl.where(g >= 6, g * 2 + 9, g + 8) * (4 * D), 1) + gl.expand_dims(columns, 0),
         gl.expand_dims(half + gl.where(g >= 4, g // 2 + g % 2 * 8 + 4, g + 16) * (4 * D), 1) + gl.expand_dims(columns, 0),
     )
+    _prefetch_weights(fn + first_column, D, STEPS)
     gdc_launch_dependents()
     gdc_wait()
     row = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPY_COMB)), 1)
@@ -358,28 +397,30 @@ def _slice(
         async_copy.commit_group()
     tag = gl.load(epoch)
 
+    zero = tokens >> 31
     sums = gl.zeros([TOKENS, COLUMNS], gl.float32, TILE)
     grams = gl.zeros([TOKENS, COLUMNS], gl.float32, TILE)
     for step in range(STEPS):
         column = first_column + step * COLUMNS
-        weights = ()
-        for k in gl.static_range(4):
-            for m in gl.static_range(3):
-                weights = weights + (gl.load(fn + (k * D + column) + weight_at[m]),)
+        weights = _load_weights(fn + column, weight_at, D, 0, 4 - LATE)
         async_copy.wait_group(STEPS - 1)
         gl.thread_barrier()
         n = _expand(_load4(planes, step), planes[4].index(step).load(TILE), _columns(posts, 4), _columns(combs, 16), False)
         _store_each(streams + (start.to(gl.int64) * (4 * D) + column) + stream_at, n, D, mask)
-        y = n[0]
         if OWN_PRE:
             for k in gl.static_range(4):
                 planes[k].index(step).store(n[k])
         else:
             y = _collapse(n, _columns(pres, 4))
             planes[0].index(step).store(y)
+            n = n + (y,)
+        weights = weights + _load_weights(fn + column, weight_at, D, 4 - LATE, 4)
+        quads = ()
+        for k in gl.static_range(4 if OWN_PRE else 5):
+            quads = quads + (_quads(n[k], zero),)
         for k in gl.static_range(4):
-            sums = _add_products(sums, (weights[3 * k], weights[3 * k + 1], weights[3 * k + 2]), n[k])
-        sums, grams = _add_squares(sums, grams, n, y, OWN_PRE)
+            sums = _add_products(sums, (weights[3 * k], weights[3 * k + 1], weights[3 * k + 2]), quads[k])
+        sums, grams = _add_squares(sums, grams, quads, n, OWN_PRE)
         async_copy.commit_group()
 
     parts.store(sums)
@@ -489,6 +530,7 @@ class WaveConfig:
     """A program has TOKENS tokens and `steps` times COLUMNS columns."""
 
     steps: int
+    late: int = 0
 
     def programs(self, tokens: int, hidden: int) -> int:
         groups = -(-tokens // TOKENS.value)
@@ -538,4 +580,4 @@ def site(
 
 
 def constants(config: WaveConfig, hidden: int, own_pre: bool) -> dict[str, Any]:
-    return {"D": hidden, "OWN_PRE": own_pre, "STEPS": config.steps}
+    return {"D": hidden, "OWN_PRE": own_pre, "STEPS": config.steps, "LATE": config.late}
