@@ -33,39 +33,51 @@ from abyssal.ops.hyper_connection.triton import (
     _store_each,
 )
 
-TOKENS = gl.constexpr(64)
 COLUMNS = gl.constexpr(64)  # of a step
-WARPS = gl.constexpr(8)
-WORDS = gl.constexpr(12 * 64)  # of 16 bytes that a program hands over: 8 of coefficients for each token, then 4 of products of streams
+WORDS = gl.constexpr(12)  # of 16 bytes that a program hands over for each token: 8 of coefficients, then 4 of products of streams
 BATCH = gl.constexpr(16)  # words of a thread on their way
 
-# A warp has 16 tokens x 32 columns, a thread 8 columns of tokens g and g + 8: operands of two products of depth 16.
-TILE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[0, 32], [16, 0], [32, 0]], [], [64, 64]
+
+@gluon.constexpr_function
+def _token_bases(tokens: int, first: int) -> list[list[int]]:
+    return [[first << i, 0] for i in range((tokens // first).bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def _tile(tokens):
+    """A warp has 16 tokens x 32 columns, a thread 8 columns of tokens g and g + 8: operands of two products of depth 16."""
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]], lanes, [[0, 32], *_token_bases(tokens, 16)], [], [tokens, 64]
     )
-)
-COLUMN = gl.constexpr(
-    gl.DistributedLinearLayout([[8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[0, 0], [16, 0], [32, 0]], [], [64, 1])
-)
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
-COPY_COMB = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
-COPY_POST = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0]))
-# Eight sums of one token, of one half of a step's columns.
-HALF = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [32, 0]], [], [64, 32]
-    )
-)
-# Words of a token side by side.
-EIGHT = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 4]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [32, 0]], [], [64, 8])
-)
-FOUR = gl.constexpr(
-    gl.DistributedLinearLayout([], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [32, 0]], [], [64, 4])
-)
-ROWS = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [8, 1], [1, 0]))
-THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+
+
+@gluon.constexpr_function
+def _column_of_tile(tokens):
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0]], lanes, [[0, 0], *_token_bases(tokens, 16)], [], [tokens, 1])
+
+
+@gluon.constexpr_function
+def _eight_sums(tokens):
+    """Eight sums of one token in each thread, of one half of a step's columns."""
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4]], lanes, _token_bases(tokens, 8), [], [tokens, 32])
+
+
+@gluon.constexpr_function
+def _words(tokens, count):
+    """4 or 8 words of a token in four threads."""
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 4]] if count == 8 else [], lanes, _token_bases(tokens, 8), [], [tokens, count])
+
+
+@gluon.constexpr_function
+def _rows(tokens, lanes, elements):
+    """Rows of `lanes` x `elements` values, a warp's side by side."""
+    return gl.BlockedLayout([1, elements], [32 // lanes, lanes], [tokens // 8, 1], [1, 0])
+
+
 TILE_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
 PARTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 PLAIN_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -173,10 +185,11 @@ def _add_squares(sums, grams, quads, n, OWN_PRE: gl.constexpr):
         )
 
 
-def _hand_over_words(own_pre: bool) -> str:
+@gluon.constexpr_function
+def _hand_over_words(own_pre, tokens):
     """Two words of coefficients of each thread, and of the thread whose columns have its own token those of products of streams."""
     at = 24 if own_pre else 16
-    words = [(f"${8 + a}", f"${8 + b}", f"${8 + c}") for a, b, c in ((0, 2, 4), (1, 3, 5))]
+    words = [("$8", "$10", "$12"), ("$9", "$11", "$13")]
     if own_pre:
         more = [("$16", "$17", "$18"), ("$19", "$20", "$21"), ("$22", "$23", "$14"), ("$15", "$15", "$15")]
     else:
@@ -186,33 +199,34 @@ def _hand_over_words(own_pre: bool) -> str:
         "mov.u32 a, %laneid; shr.u32 b, a, 3; and.b32 a, a, 3; setp.eq.u32 own, a, b;",
         f"cvt.u64.u32 to, ${at}; add.s64 to, to, ${at + 8};",
     ]
-    for index, (a, b, c) in enumerate(words + more):
+    for index, word in enumerate(words + more):
         if index == 2:
             lines += [f"shr.u32 a, ${at}, 1; and.b32 a, a, 0xffffffc0; cvt.u64.u32 to, a; add.s64 to, to, ${at + 8};"]
-        predicate, offset = ("", 16 * index) if index < 2 else ("@own ", 8192 + 16 * (index - 2))
+        predicate, offset = "", 16 * index
+        if index >= 2:
+            predicate, offset = "@own ", tokens * 128 + 16 * (index - 2)
         lines += [
-            f"mov.b64 lo, {{{a}, {b}}}; mov.b64 hi, {{{c}, ${at + 16}}}; mov.b128 word, {{lo, hi}};",
+            f"mov.b64 lo, {{{word[0]}, {word[1]}}}; mov.b64 hi, {{{word[2]}, ${at + 16}}}; mov.b128 word, {{lo, hi}};",
             f"{predicate}st.relaxed.gpu.global.b128 [to + {offset}], word;",
         ]
     lines += [f"mov.b32 ${i}, 0;" for i in range(8)]
     return "{ " + " ".join(lines) + " }"
 
 
-OWN_WORDS = gl.constexpr(_hand_over_words(True))
 OWN_WORDS_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["f"] * 16 + ["r"] * 8 + ["l"] * 8 + ["r"] * 8))
-GIVEN_WORDS = gl.constexpr(_hand_over_words(False))
 GIVEN_WORDS_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["f"] * 8 + ["r"] * 8 + ["l"] * 8 + ["r"] * 8))
 
 
 @gluon.jit
-def _hand_over(sums, grams, offset, base, tag, OWN_PRE: gl.constexpr):
+def _hand_over(sums, grams, offset, base, tag, OWN_PRE: gl.constexpr, TOKENS: gl.constexpr):
+    STORES: gl.constexpr = _hand_over_words(OWN_PRE, TOKENS)
     if OWN_PRE:
         gl.inline_asm_elementwise(
-            OWN_WORDS, OWN_WORDS_OPERANDS, [sums, grams, offset, base.to(gl.int64), tag], dtype=gl.int32, is_pure=False, pack=8
+            STORES, OWN_WORDS_OPERANDS, [sums, grams, offset, base.to(gl.int64), tag], dtype=gl.int32, is_pure=False, pack=8
         )
     else:
         gl.inline_asm_elementwise(
-            GIVEN_WORDS, GIVEN_WORDS_OPERANDS, [sums, offset, base.to(gl.int64), tag], dtype=gl.int32, is_pure=False, pack=8
+            STORES, GIVEN_WORDS_OPERANDS, [sums, offset, base.to(gl.int64), tag], dtype=gl.int32, is_pure=False, pack=8
         )
 
 
@@ -262,16 +276,16 @@ def _await_word(word, at, tag):
 
 
 @gluon.jit
-def _add_words(at, tag, SLICES: gl.constexpr):
+def _add_words(at, tag, SLICES: gl.constexpr, STRIDE: gl.constexpr):
     """Sums over all programs of a group of the three numbers of each word."""
     words = ()
     for s in gl.static_range(min(BATCH, SLICES)):
-        words = words + (_load_word(at + s * (WORDS * 2)),)
+        words = words + (_load_word(at + s * STRIDE),)
     total = _await_word(words[0], at, tag)
     for s in gl.static_range(1, SLICES):
         if s + (BATCH - 1) < SLICES:
-            words = words + (_load_word(at + (s + (BATCH - 1)) * (WORDS * 2)),)
-        more = _await_word(words[s], at + s * (WORDS * 2), tag)
+            words = words + (_load_word(at + (s + (BATCH - 1)) * STRIDE),)
+        more = _await_word(words[s], at + s * STRIDE, tag)
         total = (total[0] + more[0], total[1] + more[1], total[2] + more[2])
     return total
 
@@ -279,32 +293,34 @@ def _add_words(at, tag, SLICES: gl.constexpr):
 @gluon.jit(do_not_specialize=["tokens"])
 def hyper_connection_wave(
     source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, pre_out, post_out, comb_out, handed, epochs,
-    tokens, rms_eps, eps, D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, STEPS: gl.constexpr, LATE: gl.constexpr,
+    tokens, rms_eps, eps, D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr,
+    TOKENS: gl.constexpr, STEPS: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Grid: groups of TOKENS tokens x D / COLUMNS / STEPS programs, then one program for the coefficients of two groups each."""
     SLICES: gl.constexpr = D // (COLUMNS * STEPS)
     groups = (tokens + (TOKENS - 1)) // TOKENS
     group, program = gl.program_id(0) // SLICES, gl.program_id(0) % SLICES
-    STRIDE: gl.constexpr = D // 128 * WORDS * 2  # of a group, whatever the launch: so the tags in it only grow
+    STRIDE: gl.constexpr = D // 128 * (TOKENS * WORDS * 2)  # of a group, whatever the launch: so the tags in it only grow
     if group < groups:
         _slice(
             source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, handed + group * STRIDE, epochs + group,
-            group * TOKENS, tokens, program, rms_eps, eps, D, OWN_PRE, STEPS, SLICES, LATE,
+            group * TOKENS, tokens, program, rms_eps, eps, D, OWN_PRE, TOKENS, STEPS, SLICES, LATE,
         )  # fmt: skip
     else:
         _finish(
             base, scale, pre_out, post_out, comb_out, handed, epochs, tokens, groups, gl.program_id(0) - groups * SLICES,
-            rms_eps, eps, D, OWN_PRE, ITERATIONS, SLICES, STRIDE,
+            rms_eps, eps, D, OWN_PRE, ITERATIONS, TOKENS, SLICES, STRIDE,
         )  # fmt: skip
 
 
 @gluon.jit
-def _prefetch_weights(fn, D: gl.constexpr, STEPS: gl.constexpr):
+def _prefetch_weights(fn, D: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr):
     """Bring a program's columns of the 2 x 24 x 4 rows to the L2, a line of 128 bytes at a time."""
     LINES: gl.constexpr = 2 * 24 * 4 * STEPS
-    first = gl.arange(0, 256, layout=THREADS)
-    for i in gl.static_range((LINES + 255) // 256):
-        line = gl.minimum(first + i * 256, LINES - 1)
+    THREADS: gl.constexpr = 4 * TOKENS
+    first = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [TOKENS // 8], [0]))
+    for i in gl.static_range((LINES + THREADS - 1) // THREADS):
+        line = gl.minimum(first + i * THREADS, LINES - 1)
         gl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
             "=r,l",
@@ -317,7 +333,7 @@ def _prefetch_weights(fn, D: gl.constexpr, STEPS: gl.constexpr):
 
 @gluon.jit
 def _columns(shared, COUNT: gl.constexpr):
-    """[64, COUNT] in shared memory -> COUNT x [64, 1]"""
+    """[TOKENS, COUNT] in shared memory -> COUNT x [TOKENS, 1]"""
     values = ()
     for j in gl.static_range(COUNT):
         values = values + (_column(shared, j),)
@@ -326,11 +342,14 @@ def _columns(shared, COUNT: gl.constexpr):
 
 @gluon.jit
 def _column(shared, COLUMN_INDEX: gl.constexpr):
-    return gl.convert_layout(shared.slice(COLUMN_INDEX, 1, dim=1).load(COLUMN), TILE, assert_trivial=True)
+    TOKENS: gl.constexpr = shared.shape[0]
+    column = shared.slice(COLUMN_INDEX, 1, dim=1).load(_column_of_tile(TOKENS))
+    return gl.convert_layout(column, _tile(TOKENS), assert_trivial=True)
 
 
 @gluon.jit
 def _load4(planes, step):
+    TILE: gl.constexpr = _tile(planes[0].shape[1])
     values = ()
     for k in gl.static_range(4):
         values = values + (planes[k].index(step).load(TILE),)
@@ -349,9 +368,15 @@ def _load_weights(at, weight_at, D: gl.constexpr, FIRST: gl.constexpr, END: gl.c
 @gluon.jit
 def _slice(
     source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, handed, epoch, start, tokens, program, rms_eps, eps,
-    D: gl.constexpr, OWN_PRE: gl.constexpr, STEPS: gl.constexpr, SLICES: gl.constexpr, LATE: gl.constexpr,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr, SLICES: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Some columns of a group's tokens, from first to last."""
+    TILE: gl.constexpr = _tile(TOKENS)
+    SUMS: gl.constexpr = _eight_sums(TOKENS)
+    WORDS_OF: gl.constexpr = _words(TOKENS, 8 if OWN_PRE else 4)
+    COPY: gl.constexpr = _rows(TOKENS, 8, 8)
+    COPY_COMB: gl.constexpr = _rows(TOKENS, 4, 4)
+    COPY_POST: gl.constexpr = _rows(TOKENS, 1, 4)
     planes = ()  # streams, replaced by the new ones, and what is added to them
     for _ in gl.static_range(5):
         planes = planes + (gl.allocate_shared_memory(gl.bfloat16, [STEPS, TOKENS, COLUMNS], TILE_SHARED),)
@@ -374,7 +399,7 @@ def _slice(
         gl.expand_dims(half + gl.where(g >= 6, g * 2 + 9, g + 8) * (4 * D), 1) + gl.expand_dims(columns, 0),
         gl.expand_dims(half + gl.where(g >= 4, g // 2 + g % 2 * 8 + 4, g + 16) * (4 * D), 1) + gl.expand_dims(columns, 0),
     )
-    _prefetch_weights(fn + first_column, D, STEPS)
+    _prefetch_weights(fn + first_column, D, TOKENS, STEPS)
     gdc_launch_dependents()
     gdc_wait()
     row = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPY_COMB)), 1)
@@ -424,21 +449,21 @@ def _slice(
         async_copy.commit_group()
 
     parts.store(sums)
-    total = parts.slice(0, 32, dim=1).load(HALF) + parts.slice(32, 32, dim=1).load(HALF)
+    total = parts.slice(0, 32, dim=1).load(SUMS) + parts.slice(32, 32, dim=1).load(SUMS)
     products = total
     if OWN_PRE:
         parts.store(grams)
-        products = parts.slice(0, 32, dim=1).load(HALF) + parts.slice(32, 32, dim=1).load(HALF)
-    token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, HALF)), 1)
-    offset = token * 128 + gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, HALF)) // 8 * 32, 0)
-    _hand_over(total, products, offset, handed + program * (WORDS * 2), tag, OWN_PRE)
+        products = parts.slice(0, 32, dim=1).load(SUMS) + parts.slice(32, 32, dim=1).load(SUMS)
+    token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, SUMS)), 1)
+    offset = token * 128 + gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, SUMS)) // 8 * 32, 0)
+    _hand_over(total, products, offset, handed + program * (TOKENS * WORDS * 2), tag, OWN_PRE, TOKENS)
 
     gathered = parts._reinterpret(gl.float32, [8, TOKENS, 8], PLAIN_2)
     if OWN_PRE:
-        token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, EIGHT)), 1)
-        word = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, EIGHT)), 0)
-        word = gl.where(word < 4, 512 + token * 4 + word, token * 8 + 6 + word % 2)
-        totals = _add_words(handed + word * 2, tag, SLICES)
+        token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, WORDS_OF)), 1)
+        word = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, WORDS_OF)), 0)
+        word = gl.where(word < 4, 8 * TOKENS + token * 4 + word, token * 8 + 6 + word % 2)
+        totals = _add_words(handed + word * 2, tag, SLICES, TOKENS * WORDS * 2)
         for i in gl.static_range(3):
             gathered.index(i).store(totals[i])
         raw, all_base, all_scale = (), (), ()
@@ -449,9 +474,9 @@ def _slice(
             raw = raw + (_column(gathered.index(k % 3), k // 3),)
         own, factor = _own_pre(raw, all_base, all_scale, rms_eps, eps, D)
     else:
-        token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, FOUR)), 1)
-        word = token * 4 + 512 + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, FOUR)) * 0, 0)
-        totals = _add_words(handed + word * 2, tag, SLICES)
+        token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, WORDS_OF)), 1)
+        word = token * 4 + 8 * TOKENS + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS_OF)) * 0, 0)
+        totals = _add_words(handed + word * 2, tag, SLICES, TOKENS * WORDS * 2)
         gathered.index(0).slice(0, 4, dim=1).store(totals[1])
         factor = gl.rsqrt(_column(gathered.index(0), 0) / D + rms_eps)
         own = (factor, factor, factor, factor)
@@ -469,14 +494,18 @@ def _slice(
 @gluon.jit
 def _finish(
     base, scale, pre_out, post_out, comb_out, handed, epochs, tokens, groups, finisher, rms_eps, eps,
-    D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, SLICES: gl.constexpr, STRIDE: gl.constexpr,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, TOKENS: gl.constexpr, SLICES: gl.constexpr,
+    STRIDE: gl.constexpr,
 ):  # fmt: skip
     """pre, post and comb of two groups (V4 spec 2.2, steps 2 to 7)."""
+    EIGHT: gl.constexpr = _words(TOKENS, 8)
+    FOUR: gl.constexpr = _words(TOKENS, 4)
+    ROWS: gl.constexpr = _rows(TOKENS, 1, 1)
     sums = gl.allocate_shared_memory(gl.float32, [3, 2 * TOKENS, 8], PLAIN_2)
     squares = gl.allocate_shared_memory(gl.float32, [3, 2 * TOKENS, 4], PLAIN_2)
     coefficients = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, EIGHT)), 1) * 8
     coefficients += gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, EIGHT)), 0)
-    products = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, FOUR)), 1) * 4 + 512
+    products = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, FOUR)), 1) * 4 + 8 * TOKENS
     products += gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, FOUR)) % (2 if OWN_PRE else 1), 0)
     all_base, all_scale = (), ()
     for k in gl.static_range(24):
@@ -487,10 +516,10 @@ def _finish(
         group = finisher * 2 + half
         if group < groups:
             tag = gl.load(epochs + group)
-            totals = _add_words(handed + group * STRIDE + coefficients * 2, tag, SLICES)
+            totals = _add_words(handed + group * STRIDE + coefficients * 2, tag, SLICES, TOKENS * WORDS * 2)
             for i in gl.static_range(3):
                 sums.index(i).slice(half * TOKENS, TOKENS, dim=0).store(totals[i])
-            totals = _add_words(handed + group * STRIDE + products * 2, tag, SLICES)
+            totals = _add_words(handed + group * STRIDE + products * 2, tag, SLICES, TOKENS * WORDS * 2)
             for i in gl.static_range(3):
                 squares.index(i).slice(half * TOKENS, TOKENS, dim=0).store(totals[i])
             gl.thread_barrier()
@@ -505,7 +534,7 @@ def _finish(
     rstd = gl.rsqrt(total / (4 * D) + rms_eps)
     raw = ()
     for i in gl.static_range(24):
-        raw = raw + (_coefficient_sum(sums, i) * rstd * all_scale[i] + all_base[i],)
+        raw = raw + (_coefficient_sum(sums, i, ROWS) * rstd * all_scale[i] + all_base[i],)
     for k in gl.static_range(4):
         gl.store(pre_out + row * 4 + k, _sigmoid(raw[20 + k]) + eps, mask=valid)
         gl.store(post_out + row * 4 + k, _sigmoid(raw[16 + k]) * 2.0, mask=valid)
@@ -513,7 +542,7 @@ def _finish(
 
 
 @gluon.jit
-def _coefficient_sum(sums, COEFFICIENT: gl.constexpr):
+def _coefficient_sum(sums, COEFFICIENT: gl.constexpr, ROWS: gl.constexpr):
     PLACE: gl.constexpr = _place(COEFFICIENT)
     return sums.index(PLACE // 8).slice(PLACE % 8, 1, dim=1).load(ROWS)
 
@@ -527,13 +556,14 @@ def _place(coefficient):
 
 @dataclass(frozen=True, slots=True)
 class WaveConfig:
-    """A program has TOKENS tokens and `steps` times COLUMNS columns."""
+    """A program has `tokens` tokens and `steps` times COLUMNS columns."""
 
+    tokens: int
     steps: int
-    late: int = 0
+    late: int = 1
 
     def programs(self, tokens: int, hidden: int) -> int:
-        groups = -(-tokens // TOKENS.value)
+        groups = -(-tokens // self.tokens)
         return groups * (hidden // (COLUMNS.value * self.steps)) + (groups + 1) // 2
 
 
@@ -546,9 +576,9 @@ class HandoverState:
 
     @classmethod
     def allocate(cls, max_tokens: int, hidden: int, device: torch.device | str) -> HandoverState:
-        groups = -(-max_tokens // TOKENS.value)
+        groups = -(-max_tokens // 32)
         return cls(
-            torch.zeros(groups, hidden // 128, WORDS.value, 2, dtype=torch.int64, device=device),
+            torch.zeros(groups // 2 + 1, hidden // 128, 64 * WORDS.value, 2, dtype=torch.int64, device=device),
             torch.ones(groups, dtype=torch.int32, device=device),
         )
 
@@ -574,10 +604,10 @@ def site(
     hyper_connection_wave[(config.programs(tokens, hidden),)](
         source, out, post, comb, pre, weights.fn, weights.base, weights.scale, norm_weight, streams, x, new_pre, new_post, new_comb,
         state.handed, state.epochs, tokens, rms_eps, eps,
-        ITERATIONS=iterations, **constants(config, hidden, pre is None), num_warps=WARPS.value, launch_pdl=True,
+        ITERATIONS=iterations, **constants(config, hidden, pre is None), num_warps=config.tokens // 8, launch_pdl=True,
     )  # fmt: skip
     return Site(streams, x, new_pre, new_post, new_comb, None)
 
 
 def constants(config: WaveConfig, hidden: int, own_pre: bool) -> dict[str, Any]:
-    return {"D": hidden, "OWN_PRE": own_pre, "STEPS": config.steps, "LATE": config.late}
+    return {"D": hidden, "OWN_PRE": own_pre, "TOKENS": config.tokens, "STEPS": config.steps, "LATE": config.late}
