@@ -35,7 +35,7 @@ from abyssal.ops.hyper_connection.triton import (
 
 COLUMNS = gl.constexpr(64)  # of a step
 WORDS = gl.constexpr(12)  # of 16 bytes that a program hands over for each token: 8 of coefficients, then 4 of products of streams
-BATCH = gl.constexpr(16)  # words of a thread on their way
+RING = gl.constexpr(2)  # steps on their way to shared memory
 
 
 @gluon.constexpr_function
@@ -50,6 +50,22 @@ def _tile(tokens):
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0]], lanes, [[0, 32], *_token_bases(tokens, 16)], [], [tokens, 64]
     )
+
+
+@gluon.constexpr_function
+def _tile_3d(tokens):
+    """`_tile` as [tokens / 16, 16, 64]."""
+    lanes = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warps = [[0, 0, 32]] + [[1 << i, 0, 0] for i in range((tokens // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0]], lanes, warps, [], [tokens // 16, 16, 64])
+
+
+@gluon.constexpr_function
+def _weights_of_tile(tokens):
+    """[1, 16, 64], for all tokens the same."""
+    lanes = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warps = [[0, 0, 32]] + [[0, 0, 0] for i in range((tokens // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0]], lanes, warps, [], [1, 16, 64])
 
 
 @gluon.constexpr_function
@@ -73,6 +89,14 @@ def _words(tokens, count):
 
 
 @gluon.constexpr_function
+def _words_of_two(tokens, count):
+    """`_words` of two groups."""
+    registers = [[0, 4], [tokens, 0]] if count == 8 else [[tokens, 0]]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, _token_bases(tokens, 8), [], [2 * tokens, count])
+
+
+@gluon.constexpr_function
 def _rows(tokens, lanes, elements):
     """Rows of `lanes` x `elements` values, a warp's side by side."""
     return gl.BlockedLayout([1, elements], [32 // lanes, lanes], [tokens // 8, 1], [1, 0])
@@ -80,6 +104,7 @@ def _rows(tokens, lanes, elements):
 
 TILE_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
 PARTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+WEIGHTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0]))
 PLAIN_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -276,7 +301,7 @@ def _await_word(word, at, tag):
 
 
 @gluon.jit
-def _add_words(at, tag, SLICES: gl.constexpr, STRIDE: gl.constexpr):
+def _add_words(at, tag, SLICES: gl.constexpr, STRIDE: gl.constexpr, BATCH: gl.constexpr):
     """Sums over all programs of a group of the three numbers of each word."""
     words = ()
     for s in gl.static_range(min(BATCH, SLICES)):
@@ -294,7 +319,7 @@ def _add_words(at, tag, SLICES: gl.constexpr, STRIDE: gl.constexpr):
 def hyper_connection_wave(
     source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, pre_out, post_out, comb_out, handed, epochs,
     tokens, rms_eps, eps, D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr,
-    TOKENS: gl.constexpr, STEPS: gl.constexpr, LATE: gl.constexpr,
+    TOKENS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """Grid: groups of TOKENS tokens x D / COLUMNS / STEPS programs, then one program for the coefficients of two groups each."""
     SLICES: gl.constexpr = D // (COLUMNS * STEPS)
@@ -304,7 +329,7 @@ def hyper_connection_wave(
     if group < groups:
         _slice(
             source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, handed + group * STRIDE, epochs + group,
-            group * TOKENS, tokens, program, rms_eps, eps, D, OWN_PRE, TOKENS, STEPS, SLICES, LATE,
+            group * TOKENS, tokens, program, rms_eps, eps, D, OWN_PRE, TOKENS, STEPS, SLICES,
         )  # fmt: skip
     else:
         _finish(
@@ -357,29 +382,67 @@ def _load4(planes, step):
 
 
 @gluon.jit
-def _load_weights(at, weight_at, D: gl.constexpr, FIRST: gl.constexpr, END: gl.constexpr):
-    weights = ()
-    for k in gl.static_range(FIRST, END):
+def _bring(step, source, out, planes, outs, left, first_column, D: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr):
+    """Copies of one step's streams and of what is added to them."""
+    if step < STEPS:
+        COPY: gl.constexpr = _rows(TOKENS, 8, 8)
+        row = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPY)), 1)
+        column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, COPY)), 0)
+        at = source + (first_column + step * COLUMNS) + (row * (4 * D) + column)
+        for k in gl.static_range(4):
+            async_copy.async_copy_global_to_shared(planes[k].index(step), at + k * D, mask=row < left)
+        at = out + (first_column + step * COLUMNS) + (row * D + column)
+        async_copy.async_copy_global_to_shared(outs.index(step % RING), at, mask=row < left)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _bring_weights(step, fn, weights, weight_at, STEPS: gl.constexpr):
+    """Copies of the high and low halves of one step's weights."""
+    if step < STEPS:
         for m in gl.static_range(3):
-            weights = weights + (gl.load(at + k * D + weight_at[m]),)
-    return weights
+            async_copy.async_copy_global_to_shared(weights[m], fn + step * COLUMNS + weight_at[m])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _load_weights(weights, STREAM: gl.constexpr, TOKENS: gl.constexpr):
+    values = ()
+    for m in gl.static_range(3):
+        value = weights[m].slice(STREAM, 1, dim=0).load(_weights_of_tile(TOKENS))
+        values = values + (gl.convert_layout(value, _tile_3d(TOKENS), assert_trivial=True),)
+    return values
+
+
+@gluon.jit
+def _in_3d(value, TOKENS: gl.constexpr):
+    return gl.convert_layout(gl.reshape(value, (TOKENS // 16, 16, COLUMNS)), _tile_3d(TOKENS), assert_trivial=True)
+
+
+@gluon.jit
+def _in_2d(value, TOKENS: gl.constexpr):
+    return gl.convert_layout(gl.reshape(value, (TOKENS, COLUMNS)), _tile(TOKENS), assert_trivial=True)
 
 
 @gluon.jit
 def _slice(
     source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, handed, epoch, start, tokens, program, rms_eps, eps,
-    D: gl.constexpr, OWN_PRE: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr, SLICES: gl.constexpr, LATE: gl.constexpr,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """Some columns of a group's tokens, from first to last."""
     TILE: gl.constexpr = _tile(TOKENS)
     SUMS: gl.constexpr = _eight_sums(TOKENS)
     WORDS_OF: gl.constexpr = _words(TOKENS, 8 if OWN_PRE else 4)
-    COPY: gl.constexpr = _rows(TOKENS, 8, 8)
+    COPY_WEIGHTS: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [TOKENS // 16, 2, 1], [2, 1, 0])
     COPY_COMB: gl.constexpr = _rows(TOKENS, 4, 4)
     COPY_POST: gl.constexpr = _rows(TOKENS, 1, 4)
-    planes = ()  # streams, replaced by the new ones, and what is added to them
-    for _ in gl.static_range(5):
+    planes = ()  # streams, replaced by the new ones
+    for _ in gl.static_range(4):
         planes = planes + (gl.allocate_shared_memory(gl.bfloat16, [STEPS, TOKENS, COLUMNS], TILE_SHARED),)
+    outs = gl.allocate_shared_memory(gl.bfloat16, [RING, TOKENS, COLUMNS], TILE_SHARED)
+    weights = ()
+    for _ in gl.static_range(3):
+        weights = weights + (gl.allocate_shared_memory(gl.bfloat16, [4, 16, COLUMNS], WEIGHTS_SHARED),)
     combs = gl.allocate_shared_memory(gl.float32, [TOKENS, 16], PLAIN_2)
     posts = gl.allocate_shared_memory(gl.float32, [TOKENS, 4], PLAIN_2)
     pres = gl.allocate_shared_memory(gl.float32, [TOKENS, 4], PLAIN_2)
@@ -392,16 +455,25 @@ def _slice(
     mask = gl.expand_dims(local < left, 1)
     stream_at = gl.expand_dims(local * (4 * D), 1) + gl.expand_dims(columns, 0)
     x_at = gl.expand_dims(local * D, 1) + gl.expand_dims(columns, 0)
+    source += start.to(gl.int64) * (4 * D)
+    streams += start.to(gl.int64) * (4 * D)
+    out += start.to(gl.int64) * D
+    x += start.to(gl.int64) * D
+    fn += first_column
     # Coefficients 20 to 23, which make pre, change places with 6, 14, 7 and 15, so that two words have them.
-    g, half = local % 8, local // 8 % 2 * (24 * 4 * D)
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY_WEIGHTS)))
+    g, half = row % 8, row // 8 * (24 * 4 * D)
+    stream = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY_WEIGHTS))), 1), 2) * D
+    stream += gl.expand_dims(gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(0, COPY_WEIGHTS))), 0), 0)
     weight_at = (
-        gl.expand_dims(half + gl.where(g >= 6, g * 2 + 8, g) * (4 * D), 1) + gl.expand_dims(columns, 0),
-        gl.expand_dims(half + gl.where(g >= 6, g * 2 + 9, g + 8) * (4 * D), 1) + gl.expand_dims(columns, 0),
-        gl.expand_dims(half + gl.where(g >= 4, g // 2 + g % 2 * 8 + 4, g + 16) * (4 * D), 1) + gl.expand_dims(columns, 0),
+        stream + gl.expand_dims(gl.expand_dims(half + gl.where(g >= 6, g * 2 + 8, g) * (4 * D), 0), 2),
+        stream + gl.expand_dims(gl.expand_dims(half + gl.where(g >= 6, g * 2 + 9, g + 8) * (4 * D), 0), 2),
+        stream + gl.expand_dims(gl.expand_dims(half + gl.where(g >= 4, g // 2 + g % 2 * 8 + 4, g + 16) * (4 * D), 0), 2),
     )
-    _prefetch_weights(fn + first_column, D, TOKENS, STEPS)
+    _prefetch_weights(fn, D, TOKENS, STEPS)
     gdc_launch_dependents()
     gdc_wait()
+    tag = gl.load(epoch)
     row = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPY_COMB)), 1)
     at = comb + start * 16 + (row * 16 + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, COPY_COMB)), 0))
     async_copy.async_copy_global_to_shared(combs, at, mask=row < left)
@@ -410,28 +482,19 @@ def _slice(
     async_copy.async_copy_global_to_shared(posts, post + start * 4 + part, mask=row < left)
     if not OWN_PRE:
         async_copy.async_copy_global_to_shared(pres, pre + start * 4 + part, mask=row < left)
-    row = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPY)), 1)
-    copied = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, COPY)), 0)
-    for step in gl.static_range(STEPS):
-        column = first_column + step * COLUMNS
-        at = source + (start.to(gl.int64) * (4 * D) + column) + (row * (4 * D) + copied)
-        for k in gl.static_range(4):
-            async_copy.async_copy_global_to_shared(planes[k].index(step), at + k * D, mask=row < left)
-        at = out + (start.to(gl.int64) * D + column) + (row * D + copied)
-        async_copy.async_copy_global_to_shared(planes[4].index(step), at, mask=row < left)
-        async_copy.commit_group()
-    tag = gl.load(epoch)
+    _bring(0, source, out, planes, outs, left, first_column, D, TOKENS, STEPS)
+    _bring_weights(0, fn, weights, weight_at, STEPS)
+    _bring(1, source, out, planes, outs, left, first_column, D, TOKENS, STEPS)
 
     zero = tokens >> 31
-    sums = gl.zeros([TOKENS, COLUMNS], gl.float32, TILE)
-    grams = gl.zeros([TOKENS, COLUMNS], gl.float32, TILE)
+    sums = gl.zeros([TOKENS // 16, 16, COLUMNS], gl.float32, _tile_3d(TOKENS))
+    grams = sums
     for step in range(STEPS):
         column = first_column + step * COLUMNS
-        weights = _load_weights(fn + column, weight_at, D, 0, 4 - LATE)
-        async_copy.wait_group(STEPS - 1)
+        async_copy.wait_group(2)
         gl.thread_barrier()
-        n = _expand(_load4(planes, step), planes[4].index(step).load(TILE), _columns(posts, 4), _columns(combs, 16), False)
-        _store_each(streams + (start.to(gl.int64) * (4 * D) + column) + stream_at, n, D, mask)
+        n = _expand(_load4(planes, step), outs.index(step % RING).load(TILE), _columns(posts, 4), _columns(combs, 16), False)
+        _store_each(streams + column + stream_at, n, D, mask)
         if OWN_PRE:
             for k in gl.static_range(4):
                 planes[k].index(step).store(n[k])
@@ -439,14 +502,18 @@ def _slice(
             y = _collapse(n, _columns(pres, 4))
             planes[0].index(step).store(y)
             n = n + (y,)
-        weights = weights + _load_weights(fn + column, weight_at, D, 4 - LATE, 4)
-        quads = ()
+        quads, operands = (), ()
         for k in gl.static_range(4 if OWN_PRE else 5):
-            quads = quads + (_quads(n[k], zero),)
+            quads = quads + (_in_3d(_quads(n[k], zero), TOKENS),)
+            operands = operands + (_in_3d(n[k], TOKENS),)
+        async_copy.wait_group(1)
+        gl.thread_barrier()
         for k in gl.static_range(4):
-            sums = _add_products(sums, (weights[3 * k], weights[3 * k + 1], weights[3 * k + 2]), quads[k])
-        sums, grams = _add_squares(sums, grams, quads, n, OWN_PRE)
-        async_copy.commit_group()
+            sums = _add_products(sums, _load_weights(weights, k, TOKENS), quads[k])
+        sums, grams = _add_squares(sums, grams, quads, operands, OWN_PRE)
+        _bring_weights(step + 1, fn, weights, weight_at, STEPS)
+        _bring(step + 2, source, out, planes, outs, left, first_column, D, TOKENS, STEPS)
+    sums, grams = _in_2d(sums, TOKENS), _in_2d(grams, TOKENS)
 
     parts.store(sums)
     total = parts.slice(0, 32, dim=1).load(SUMS) + parts.slice(32, 32, dim=1).load(SUMS)
@@ -463,7 +530,7 @@ def _slice(
         token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, WORDS_OF)), 1)
         word = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, WORDS_OF)), 0)
         word = gl.where(word < 4, 8 * TOKENS + token * 4 + word, token * 8 + 6 + word % 2)
-        totals = _add_words(handed + word * 2, tag, SLICES, TOKENS * WORDS * 2)
+        totals = _add_words(handed + word * 2, tag, SLICES, TOKENS * WORDS * 2, 16)
         for i in gl.static_range(3):
             gathered.index(i).store(totals[i])
         raw, all_base, all_scale = (), (), ()
@@ -476,7 +543,7 @@ def _slice(
     else:
         token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, WORDS_OF)), 1)
         word = token * 4 + 8 * TOKENS + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS_OF)) * 0, 0)
-        totals = _add_words(handed + word * 2, tag, SLICES, TOKENS * WORDS * 2)
+        totals = _add_words(handed + word * 2, tag, SLICES, TOKENS * WORDS * 2, 16)
         gathered.index(0).slice(0, 4, dim=1).store(totals[1])
         factor = gl.rsqrt(_column(gathered.index(0), 0) / D + rms_eps)
         own = (factor, factor, factor, factor)
@@ -488,7 +555,7 @@ def _slice(
         else:
             y = planes[0].index(step).load(TILE)
         normed = _float(y) * factor * norm
-        gl.store(x + (start.to(gl.int64) * D + column) + x_at, normed.to(gl.bfloat16), mask=mask)
+        gl.store(x + column + x_at, normed.to(gl.bfloat16), mask=mask)
 
 
 @gluon.jit
@@ -498,32 +565,35 @@ def _finish(
     STRIDE: gl.constexpr,
 ):  # fmt: skip
     """pre, post and comb of two groups (V4 spec 2.2, steps 2 to 7)."""
-    EIGHT: gl.constexpr = _words(TOKENS, 8)
-    FOUR: gl.constexpr = _words(TOKENS, 4)
+    EIGHT: gl.constexpr = _words_of_two(TOKENS, 8)
+    FOUR: gl.constexpr = _words_of_two(TOKENS, 4)
     ROWS: gl.constexpr = _rows(TOKENS, 1, 1)
     sums = gl.allocate_shared_memory(gl.float32, [3, 2 * TOKENS, 8], PLAIN_2)
     squares = gl.allocate_shared_memory(gl.float32, [3, 2 * TOKENS, 4], PLAIN_2)
-    coefficients = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, EIGHT)), 1) * 8
-    coefficients += gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, EIGHT)), 0)
-    products = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, FOUR)), 1) * 4 + 8 * TOKENS
-    products += gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, FOUR)) % (2 if OWN_PRE else 1), 0)
     all_base, all_scale = (), ()
     for k in gl.static_range(24):
         all_base, all_scale = all_base + (gl.load(base + k),), all_scale + (gl.load(scale + k),)
     gdc_launch_dependents()
     gdc_wait()
+    row = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, EIGHT))
+    group = gl.minimum(finisher * 2 + row // TOKENS, groups - 1)
+    word = gl.expand_dims(group * (STRIDE // 2) + row % TOKENS * 8, 1)
+    word += gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, EIGHT)), 0)
+    totals = _add_words(handed + word * 2, gl.expand_dims(gl.load(epochs + group), 1), SLICES, TOKENS * WORDS * 2, 8)
+    for i in gl.static_range(3):
+        sums.index(i).store(totals[i])
+    row = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, FOUR))
+    group = gl.minimum(finisher * 2 + row // TOKENS, groups - 1)
+    word = gl.expand_dims(group * (STRIDE // 2) + row % TOKENS * 4 + 8 * TOKENS, 1)
+    word += gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, FOUR)) % (2 if OWN_PRE else 1), 0)
+    totals = _add_words(handed + word * 2, gl.expand_dims(gl.load(epochs + group), 1), SLICES, TOKENS * WORDS * 2, 16)
+    for i in gl.static_range(3):
+        squares.index(i).store(totals[i])
+    gl.thread_barrier()
     for half in gl.static_range(2):
-        group = finisher * 2 + half
-        if group < groups:
-            tag = gl.load(epochs + group)
-            totals = _add_words(handed + group * STRIDE + coefficients * 2, tag, SLICES, TOKENS * WORDS * 2)
-            for i in gl.static_range(3):
-                sums.index(i).slice(half * TOKENS, TOKENS, dim=0).store(totals[i])
-            totals = _add_words(handed + group * STRIDE + products * 2, tag, SLICES, TOKENS * WORDS * 2)
-            for i in gl.static_range(3):
-                squares.index(i).slice(half * TOKENS, TOKENS, dim=0).store(totals[i])
-            gl.thread_barrier()
-            gl.store(epochs + group, tag + 1)
+        if finisher * 2 + half < groups:
+            epoch = epochs + finisher * 2 + half
+            gl.store(epoch, gl.load(epoch) + 1)
 
     row = finisher * (2 * TOKENS) + gl.expand_dims(gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, ROWS)), 1)
     valid = row < tokens
@@ -560,7 +630,6 @@ class WaveConfig:
 
     tokens: int
     steps: int
-    late: int = 1
 
     def programs(self, tokens: int, hidden: int) -> int:
         groups = -(-tokens // self.tokens)
@@ -610,4 +679,4 @@ def site(
 
 
 def constants(config: WaveConfig, hidden: int, own_pre: bool) -> dict[str, Any]:
-    return {"D": hidden, "OWN_PRE": own_pre, "TOKENS": config.tokens, "STEPS": config.steps, "LATE": config.late}
+    return {"D": hidden, "OWN_PRE": own_pre, "TOKENS": config.tokens, "STEPS": config.steps}
