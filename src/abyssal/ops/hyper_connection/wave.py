@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,7 +35,7 @@ from abyssal.ops.hyper_connection.triton import (
 )
 
 COLUMNS = gl.constexpr(64)  # of a step
-WORDS = gl.constexpr(12)  # of 16 bytes that a program hands over for each token: 8 of coefficients, then 4 of products of streams
+WORDS = gl.constexpr(16)  # of 16 bytes for each token: 8 of coefficients, 4 or 1 of products of streams, the others unused
 RING = gl.constexpr(2)  # steps on their way to shared memory
 
 
@@ -210,49 +211,67 @@ def _add_squares(sums, grams, quads, n, OWN_PRE: gl.constexpr):
         )
 
 
-@gluon.constexpr_function
-def _hand_over_words(own_pre, tokens):
+def _hand_over_words(own_pre: bool) -> str:
     """Two words of coefficients of each thread, and of the thread whose columns have its own token those of products of streams."""
     at = 24 if own_pre else 16
     words = [("$8", "$10", "$12"), ("$9", "$11", "$13")]
     if own_pre:
-        more = [("$16", "$17", "$18"), ("$19", "$20", "$21"), ("$22", "$23", "$14"), ("$15", "$15", "$15")]
+        words += [("$16", "$17", "$18"), ("$19", "$20", "$21"), ("$22", "$23", "$14"), ("$15", "$15", "$15")]
     else:
-        more = [("$14", "$15", "$15")]
+        words += [("$14", "$15", "$15")]
     lines = [
         ".reg .pred own; .reg .b32 a, b; .reg .b64 lo, hi, to; .reg .b128 word;",
         "mov.u32 a, %laneid; shr.u32 b, a, 3; and.b32 a, a, 3; setp.eq.u32 own, a, b;",
         f"cvt.u64.u32 to, ${at}; add.s64 to, to, ${at + 8};",
     ]
-    for index, word in enumerate(words + more):
+    for index, (a, b, c) in enumerate(words):
         if index == 2:
-            lines += [f"shr.u32 a, ${at}, 1; and.b32 a, a, 0xffffffc0; cvt.u64.u32 to, a; add.s64 to, to, ${at + 8};"]
-        predicate, offset = "", 16 * index
-        if index >= 2:
-            predicate, offset = "@own ", tokens * 128 + 16 * (index - 2)
+            lines += [f"and.b32 a, ${at}, 0xffffff00; cvt.u64.u32 to, a; add.s64 to, to, ${at + 8};"]
+        predicate, offset = ("", 16 * index) if index < 2 else ("@own ", 128 + 16 * (index - 2))
         lines += [
-            f"mov.b64 lo, {{{word[0]}, {word[1]}}}; mov.b64 hi, {{{word[2]}, ${at + 16}}}; mov.b128 word, {{lo, hi}};",
+            f"mov.b64 lo, {{{a}, {b}}}; mov.b64 hi, {{{c}, ${at + 16}}}; mov.b128 word, {{lo, hi}};",
             f"{predicate}st.relaxed.gpu.global.b128 [to + {offset}], word;",
         ]
     lines += [f"mov.b32 ${i}, 0;" for i in range(8)]
     return "{ " + " ".join(lines) + " }"
 
 
+OWN_WORDS = gl.constexpr(_hand_over_words(True))
 OWN_WORDS_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["f"] * 16 + ["r"] * 8 + ["l"] * 8 + ["r"] * 8))
+GIVEN_WORDS = gl.constexpr(_hand_over_words(False))
 GIVEN_WORDS_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["f"] * 8 + ["r"] * 8 + ["l"] * 8 + ["r"] * 8))
 
 
 @gluon.jit
-def _hand_over(sums, grams, offset, base, tag, OWN_PRE: gl.constexpr, TOKENS: gl.constexpr):
-    STORES: gl.constexpr = _hand_over_words(OWN_PRE, TOKENS)
+def _hand_over(sums, grams, offset, base, tag, OWN_PRE: gl.constexpr):
     if OWN_PRE:
         gl.inline_asm_elementwise(
-            STORES, OWN_WORDS_OPERANDS, [sums, grams, offset, base.to(gl.int64), tag], dtype=gl.int32, is_pure=False, pack=8
+            OWN_WORDS, OWN_WORDS_OPERANDS, [sums, grams, offset, base.to(gl.int64), tag], dtype=gl.int32, is_pure=False, pack=8
         )
     else:
         gl.inline_asm_elementwise(
-            STORES, GIVEN_WORDS_OPERANDS, [sums, offset, base.to(gl.int64), tag], dtype=gl.int32, is_pure=False, pack=8
+            GIVEN_WORDS, GIVEN_WORDS_OPERANDS, [sums, offset, base.to(gl.int64), tag], dtype=gl.int32, is_pure=False, pack=8
         )
+
+
+@gluon.jit
+def _store_word(at, a, b, c, tag):
+    gl.inline_asm_elementwise(
+        """{
+        .reg .b64 lo, hi;
+        .reg .b128 word;
+        mov.b64 lo, {$2, $3};
+        mov.b64 hi, {$4, $5};
+        mov.b128 word, {lo, hi};
+        st.relaxed.gpu.global.b128 [$1], word;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,f,f,f,r",
+        [at.to(gl.int64), a, b, c, tag],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -301,23 +320,45 @@ def _await_word(word, at, tag):
 
 
 @gluon.jit
-def _add_words(at, tag, SLICES: gl.constexpr, STRIDE: gl.constexpr, BATCH: gl.constexpr):
-    """Sums over all programs of a group of the three numbers of each word."""
-    words = ()
-    for s in gl.static_range(min(BATCH, SLICES)):
-        words = words + (_load_word(at + s * STRIDE),)
-    total = _await_word(words[0], at, tag)
-    for s in gl.static_range(1, SLICES):
-        if s + (BATCH - 1) < SLICES:
-            words = words + (_load_word(at + (s + (BATCH - 1)) * STRIDE),)
-        more = _await_word(words[s], at + s * STRIDE, tag)
-        total = (total[0] + more[0], total[1] + more[1], total[2] + more[2])
-    return total
+def _read_words(at, tag):
+    """The three numbers of each word."""
+    return _await_word(_load_word(at), at, tag)
+
+
+@gluon.jit
+def _add_up(handed, summed, parts, tag, program, OWN_PRE: gl.constexpr, TOKENS: gl.constexpr, SLICES: gl.constexpr):
+    """Sums over all programs of a group, of a program's share of the tokens; each warp adds up what some programs found."""
+    SHARE: gl.constexpr = triton.next_power_of_2((TOKENS + SLICES - 1) // SLICES)
+    ENTRIES: gl.constexpr = SHARE * WORDS
+    BY_WARP: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [TOKENS // 8, 1], [1, 0])
+    BY_ENTRY: gl.constexpr = gl.BlockedLayout([TOKENS // 8, 1], [1, 32], [1, TOKENS // 8], [0, 1])
+    if program * SHARE < TOKENS:
+        entry = gl.arange(0, ENTRIES, layout=gl.SliceLayout(0, BY_WARP))
+        warp = gl.expand_dims(gl.arange(0, TOKENS // 8, layout=gl.SliceLayout(1, BY_WARP)), 1)
+        word = entry // WORDS * WORDS + gl.minimum(entry % WORDS, 11 if OWN_PRE else 8)
+        at = handed + (program * ENTRIES + gl.expand_dims(word, 0)) * 2
+        words = ()
+        for i in gl.static_range((SLICES + TOKENS // 8 - 1) // (TOKENS // 8)):
+            words = words + (_load_word(at + gl.minimum(warp + i * (TOKENS // 8), SLICES - 1) * (TOKENS * WORDS * 2)),)
+        total = _await_word(words[0], at + warp * (TOKENS * WORDS * 2), tag)
+        for i in gl.static_range(1, (SLICES + TOKENS // 8 - 1) // (TOKENS // 8)):
+            split = warp + i * (TOKENS // 8)
+            more = _await_word(words[i], at + gl.minimum(split, SLICES - 1) * (TOKENS * WORDS * 2), tag)
+            here = gl.where(split < SLICES, 1.0, 0.0)
+            total = (total[0] + more[0] * here, total[1] + more[1] * here, total[2] + more[2] * here)
+        by_warp = parts._reinterpret(gl.float32, [TOKENS * COLUMNS // (TOKENS // 8 * ENTRIES), TOKENS // 8, ENTRIES], PLAIN_2)
+        for i in gl.static_range(3):
+            by_warp.index(i).store(total[i])
+        sums = ()
+        for i in gl.static_range(3):
+            sums = sums + (gl.sum(by_warp.index(i).load(BY_ENTRY), axis=0),)
+        entry = gl.arange(0, ENTRIES, layout=gl.SliceLayout(0, BY_ENTRY))
+        _store_word(summed + (program * ENTRIES + entry) * 2, sums[0], sums[1], sums[2], tag)
 
 
 @gluon.jit(do_not_specialize=["tokens"])
 def hyper_connection_wave(
-    source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, pre_out, post_out, comb_out, handed, epochs,
+    source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, pre_out, post_out, comb_out, handed, summed, epochs,
     tokens, rms_eps, eps, D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr,
     TOKENS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
@@ -328,13 +369,14 @@ def hyper_connection_wave(
     STRIDE: gl.constexpr = D // 128 * (TOKENS * WORDS * 2)  # of a group, whatever the launch: so the tags in it only grow
     if group < groups:
         _slice(
-            source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, handed + group * STRIDE, epochs + group,
+            source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, handed + group * STRIDE, summed + group * (TOKENS * WORDS * 2),
+            epochs + group,
             group * TOKENS, tokens, program, rms_eps, eps, D, OWN_PRE, TOKENS, STEPS, SLICES,
         )  # fmt: skip
     else:
         _finish(
-            base, scale, pre_out, post_out, comb_out, handed, epochs, tokens, groups, gl.program_id(0) - groups * SLICES,
-            rms_eps, eps, D, OWN_PRE, ITERATIONS, TOKENS, SLICES, STRIDE,
+            base, scale, pre_out, post_out, comb_out, summed, epochs, tokens, groups, gl.program_id(0) - groups * SLICES,
+            rms_eps, eps, D, OWN_PRE, ITERATIONS, TOKENS,
         )  # fmt: skip
 
 
@@ -426,7 +468,7 @@ def _in_2d(value, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _slice(
-    source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, handed, epoch, start, tokens, program, rms_eps, eps,
+    source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, handed, summed, epoch, start, tokens, program, rms_eps, eps,
     D: gl.constexpr, OWN_PRE: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """Some columns of a group's tokens, from first to last."""
@@ -522,15 +564,16 @@ def _slice(
         parts.store(grams)
         products = parts.slice(0, 32, dim=1).load(SUMS) + parts.slice(32, 32, dim=1).load(SUMS)
     token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, SUMS)), 1)
-    offset = token * 128 + gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, SUMS)) // 8 * 32, 0)
-    _hand_over(total, products, offset, handed + program * (TOKENS * WORDS * 2), tag, OWN_PRE, TOKENS)
+    offset = token * 256 + gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, SUMS)) // 8 * 32, 0)
+    _hand_over(total, products, offset, handed + program * (TOKENS * WORDS * 2), tag, OWN_PRE)
+    _add_up(handed, summed, parts, tag, program, OWN_PRE, TOKENS, SLICES)
 
     gathered = parts._reinterpret(gl.float32, [8, TOKENS, 8], PLAIN_2)
     if OWN_PRE:
         token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, WORDS_OF)), 1)
         word = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, WORDS_OF)), 0)
-        word = gl.where(word < 4, 8 * TOKENS + token * 4 + word, token * 8 + 6 + word % 2)
-        totals = _add_words(handed + word * 2, tag, SLICES, TOKENS * WORDS * 2, 16)
+        word = token * WORDS + gl.where(word < 4, 8 + word, 6 + word % 2)
+        totals = _read_words(summed + word * 2, tag)
         for i in gl.static_range(3):
             gathered.index(i).store(totals[i])
         raw, all_base, all_scale = (), (), ()
@@ -542,8 +585,8 @@ def _slice(
         own, factor = _own_pre(raw, all_base, all_scale, rms_eps, eps, D)
     else:
         token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, WORDS_OF)), 1)
-        word = token * 4 + 8 * TOKENS + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS_OF)) * 0, 0)
-        totals = _add_words(handed + word * 2, tag, SLICES, TOKENS * WORDS * 2, 16)
+        word = token * WORDS + 8 + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS_OF)) * 0, 0)
+        totals = _read_words(summed + word * 2, tag)
         gathered.index(0).slice(0, 4, dim=1).store(totals[1])
         factor = gl.rsqrt(_column(gathered.index(0), 0) / D + rms_eps)
         own = (factor, factor, factor, factor)
@@ -560,9 +603,8 @@ def _slice(
 
 @gluon.jit
 def _finish(
-    base, scale, pre_out, post_out, comb_out, handed, epochs, tokens, groups, finisher, rms_eps, eps,
-    D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, TOKENS: gl.constexpr, SLICES: gl.constexpr,
-    STRIDE: gl.constexpr,
+    base, scale, pre_out, post_out, comb_out, summed, epochs, tokens, groups, finisher, rms_eps, eps,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """pre, post and comb of two groups (V4 spec 2.2, steps 2 to 7)."""
     EIGHT: gl.constexpr = _words_of_two(TOKENS, 8)
@@ -577,16 +619,16 @@ def _finish(
     gdc_wait()
     row = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, EIGHT))
     group = gl.minimum(finisher * 2 + row // TOKENS, groups - 1)
-    word = gl.expand_dims(group * (STRIDE // 2) + row % TOKENS * 8, 1)
+    word = gl.expand_dims(group * (TOKENS * WORDS) + row % TOKENS * WORDS, 1)
     word += gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, EIGHT)), 0)
-    totals = _add_words(handed + word * 2, gl.expand_dims(gl.load(epochs + group), 1), SLICES, TOKENS * WORDS * 2, 8)
+    totals = _read_words(summed + word * 2, gl.expand_dims(gl.load(epochs + group), 1))
     for i in gl.static_range(3):
         sums.index(i).store(totals[i])
     row = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, FOUR))
     group = gl.minimum(finisher * 2 + row // TOKENS, groups - 1)
-    word = gl.expand_dims(group * (STRIDE // 2) + row % TOKENS * 4 + 8 * TOKENS, 1)
+    word = gl.expand_dims(group * (TOKENS * WORDS) + row % TOKENS * WORDS + 8, 1)
     word += gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, FOUR)) % (2 if OWN_PRE else 1), 0)
-    totals = _add_words(handed + word * 2, gl.expand_dims(gl.load(epochs + group), 1), SLICES, TOKENS * WORDS * 2, 16)
+    totals = _read_words(summed + word * 2, gl.expand_dims(gl.load(epochs + group), 1))
     for i in gl.static_range(3):
         squares.index(i).store(totals[i])
     gl.thread_barrier()
@@ -641,6 +683,7 @@ class HandoverState:
     """Memory through which the programs of a launch hand over. One per stream of launches, allocated before capture."""
 
     handed: Tensor  # int64 [groups, D / 128 programs, WORDS, 2]
+    summed: Tensor  # int64 [groups, tokens, WORDS, 2]
     epochs: Tensor  # int32 [groups]: the tag of the next launch
 
     @classmethod
@@ -648,6 +691,7 @@ class HandoverState:
         groups = -(-max_tokens // 32)
         return cls(
             torch.zeros(groups // 2 + 1, hidden // 128, 64 * WORDS.value, 2, dtype=torch.int64, device=device),
+            torch.zeros(groups // 2 + 1, 64, WORDS.value, 2, dtype=torch.int64, device=device),
             torch.ones(groups, dtype=torch.int32, device=device),
         )
 
@@ -672,7 +716,7 @@ def site(
     new_pre, new_post, new_comb = torch.empty_like(post), torch.empty_like(post), torch.empty_like(comb)
     hyper_connection_wave[(config.programs(tokens, hidden),)](
         source, out, post, comb, pre, weights.fn, weights.base, weights.scale, norm_weight, streams, x, new_pre, new_post, new_comb,
-        state.handed, state.epochs, tokens, rms_eps, eps,
+        state.handed, state.summed, state.epochs, tokens, rms_eps, eps,
         ITERATIONS=iterations, **constants(config, hidden, pre is None), num_warps=config.tokens // 8, launch_pdl=True,
     )  # fmt: skip
     return Site(streams, x, new_pre, new_post, new_comb, None)
