@@ -476,7 +476,6 @@ def _slice(
     SUMS: gl.constexpr = _eight_sums(TOKENS)
     WORDS_OF: gl.constexpr = _words(TOKENS, 8 if OWN_PRE else 4)
     COPY_WEIGHTS: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [TOKENS // 16, 2, 1], [2, 1, 0])
-    COPY_COMB: gl.constexpr = _rows(TOKENS, 4, 4)
     COPY_POST: gl.constexpr = _rows(TOKENS, 1, 4)
     planes = ()  # streams, replaced by the new ones
     for _ in gl.static_range(4):
@@ -485,7 +484,7 @@ def _slice(
     weights = ()
     for _ in gl.static_range(3):
         weights = weights + (gl.allocate_shared_memory(gl.bfloat16, [4, 16, COLUMNS], WEIGHTS_SHARED),)
-    combs = gl.allocate_shared_memory(gl.float32, [TOKENS, 16], PLAIN_2)
+    combs = gl.allocate_shared_memory(gl.float32, [4, TOKENS, 4], PLAIN_2)
     posts = gl.allocate_shared_memory(gl.float32, [TOKENS, 4], PLAIN_2)
     pres = gl.allocate_shared_memory(gl.float32, [TOKENS, 4], PLAIN_2)
     parts = gl.allocate_shared_memory(gl.float32, [TOKENS, COLUMNS], PARTS_SHARED)
@@ -516,11 +515,11 @@ def _slice(
     gdc_launch_dependents()
     gdc_wait()
     tag = gl.load(epoch)
-    row = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPY_COMB)), 1)
-    at = comb + start * 16 + (row * 16 + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, COPY_COMB)), 0))
-    async_copy.async_copy_global_to_shared(combs, at, mask=row < left)
     row = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPY_POST)), 1)
-    part = row * 4 + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, COPY_POST)), 0)
+    four = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, COPY_POST)), 0)
+    for j in gl.static_range(4):
+        async_copy.async_copy_global_to_shared(combs.index(j), comb + start * 16 + (row * 16 + j * 4 + four), mask=row < left)
+    part = row * 4 + four
     async_copy.async_copy_global_to_shared(posts, post + start * 4 + part, mask=row < left)
     if not OWN_PRE:
         async_copy.async_copy_global_to_shared(pres, pre + start * 4 + part, mask=row < left)
@@ -535,7 +534,10 @@ def _slice(
         column = first_column + step * COLUMNS
         async_copy.wait_group(2)
         gl.thread_barrier()
-        n = _expand(_load4(planes, step), outs.index(step % RING).load(TILE), _columns(posts, 4), _columns(combs, 16), False)
+        old_comb = ()
+        for j in gl.static_range(4):
+            old_comb = old_comb + _columns(combs.index(j), 4)
+        n = _expand(_load4(planes, step), outs.index(step % RING).load(TILE), _columns(posts, 4), old_comb, False)
         _store_each(streams + column + stream_at, n, D, mask)
         if OWN_PRE:
             for k in gl.static_range(4):
