@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.ops._aot import HOPPER, AotCase
-from abyssal.ops.hyper_connection import Site, wave
+from abyssal.ops.hyper_connection import Site
 from abyssal.ops.hyper_connection import triton as portable
 from abyssal.ops.hyper_connection.triton import (
     KernelWeights,
@@ -39,7 +39,6 @@ from abyssal.ops.hyper_connection.triton import (
     expand,
     sm_count,
 )
-from abyssal.ops.hyper_connection.wave import WaveConfig
 
 __all__ = ["HandoverState", "KernelWeights", "TileConfig", "expand", "launch_config", "site"]
 
@@ -650,7 +649,6 @@ class HandoverState:
     handed: Tensor  # int64 [words]: of each group RING tiles of [slices, ENTRIES] words of 16 bytes
     gates: Tensor  # int64 [groups, RING, TILE, 4]
     epochs: Tensor  # int32 [groups]: the tag of the next launch's first tile
-    wave: wave.HandoverState
 
     @classmethod
     def allocate(
@@ -671,7 +669,6 @@ class HandoverState:
             torch.zeros(_handed_words(groups, hidden), dtype=torch.int64, device=device),
             torch.zeros(groups, RING.value, TILE.value, 4, dtype=torch.int64, device=device),
             torch.ones(groups, dtype=torch.int32, device=device),
-            wave.HandoverState.allocate(max_tokens, hidden, device),
         )
 
 
@@ -694,19 +691,13 @@ def site(
     eps: float,
     iterations: int,
     batch_invariant: bool = False,
-    config: TileConfig | LaunchConfig | WaveConfig | None = None,
+    config: TileConfig | LaunchConfig | None = None,
 ) -> Site:
     """`abyssal.ops.hyper_connection.site` for bf16 streams, as `triton.site`: tiles where many tokens are expanded and get 24 coefficients."""
     tokens, hidden = source.shape[0], source.shape[-1]
     tiled = out is not None and weights is not None and weights.fn.shape[1] == 24 and not with_mean and not batch_invariant
     if config is None and tiled:
         config = launch_config(tokens, hidden, sm_count(source.device), pre is None)
-    if isinstance(config, WaveConfig) and tiled and tokens:
-        check(source, norm_weight, weights, out, post, comb, pre)
-        assert out is not None and post is not None and comb is not None and weights is not None
-        return wave.site(
-            source, out, post, comb, pre, weights, norm_weight, state.wave, config, rms_eps=rms_eps, eps=eps, iterations=iterations
-        )
     if not isinstance(config, TileConfig) or tokens == 0:
         few = config if isinstance(config, LaunchConfig) else None
         return portable.site(
