@@ -583,7 +583,7 @@ def _finish(
 @gluon.jit
 def _add_words(at, is_pair, tag, SLICES: gl.constexpr):
     """Sums over all slices of the three numbers of an entry, or of a pair's as the first and the third; all again if one was missing."""
-    IN_FLIGHT: gl.constexpr = min(20, SLICES)
+    IN_FLIGHT: gl.constexpr = min(40, SLICES)
     a = gl.zeros([128], gl.float32, THREADS)
     b, c, missing = a, a, 1
     while missing != 0:
