@@ -47,8 +47,10 @@ SLICE = gl.constexpr(128)  # columns
 WARPS = gl.constexpr(4)
 RING = gl.constexpr(8)  # tiles in the hand-over state, more than LAG; few, so that the L2 keeps them
 ENTRIES = gl.constexpr(104)  # words of 16 bytes that a slice hands over per tile
-RESIDENT = 2  # programs of a multiprocessor
-LAG, AHEAD = 7, 3  # of lags of 4 to 7 with as much ahead as shared memory holds, the fastest at 512 and 4,096 tokens (H200)
+RESIDENT = 3  # programs of a multiprocessor
+REGISTERS = 168  # per thread at most, so that they fit; some addresses live in local memory
+AHEAD = 3
+LAG = {True: 3, False: 7}  # with the site's own pre as many as shared memory holds
 LEAST_FINISHERS = 4  # of a group, or its slices wait for them
 
 # Eight columns of a token per thread; a warp has 8 tokens x 32 columns, which is an operand of two products of depth 16.
@@ -437,7 +439,6 @@ def _slice(
             for m in gl.static_range(3):
                 for half in gl.static_range(2):
                     _prefetch(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + column + stream_at)
-    norm = gl.expand_dims(gl.load(norm_weight + column + columns), 0)
 
     # Where a thread's sums go: of rows 0 to 7 three coefficients of one token, and where the columns have the row's own token
     # one product of streams; of rows 8 to 15 four of these. Entries: 64 of coefficients g, 8 + g, 16 + g, 32 of two products, 8 of the others.
@@ -506,6 +507,7 @@ def _slice(
             slot = done % (LAG + 1)
             start = (group + done * GROUPS) * TILE
             mask = gl.expand_dims(local < tokens - start, 1)
+            norm = gl.expand_dims(gl.load(norm_weight + column + columns), 0)
             own_pre = _await_gates(words, gates_at, first_tag + done)
             if OWN_PRE:
                 gates_of = ()
@@ -583,7 +585,7 @@ def _finish(
 @gluon.jit
 def _add_words(at, is_pair, tag, SLICES: gl.constexpr):
     """Sums over all slices of the three numbers of an entry, or of a pair's as the first and the third; all again if one was missing."""
-    IN_FLIGHT: gl.constexpr = min(40, SLICES)
+    IN_FLIGHT: gl.constexpr = min(20, SLICES)
     a = gl.zeros([128], gl.float32, THREADS)
     b, c, missing = a, a, 1
     while missing != 0:
@@ -642,6 +644,7 @@ class TileConfig:
     lag: int  # tiles between a slice's first and last touch of a tile
     ahead: int  # tiles on their way to shared memory
     early: int = 1
+    registers: int = REGISTERS
 
 
 def launch_config(tokens: int, hidden: int, num_sms: int, own_pre: bool) -> TileConfig | LaunchConfig:
@@ -650,7 +653,7 @@ def launch_config(tokens: int, hidden: int, num_sms: int, own_pre: bool) -> Tile
     groups = RESIDENT * num_sms // (slices + LEAST_FINISHERS)
     if tokens <= 64 or hidden % SLICE.value or 4 * groups * slices < 3 * RESIDENT * num_sms:
         return portable.launch_config(tokens, hidden, num_sms, own_pre)
-    return TileConfig(groups, min(8, RESIDENT * num_sms // groups - slices), LAG, AHEAD)
+    return TileConfig(groups, min(8, RESIDENT * num_sms // groups - slices), LAG[own_pre], AHEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -735,7 +738,7 @@ def site(
     hyper_connection_tiles[(config.groups * (hidden // SLICE.value + config.finishers),)](
         source, out, post, comb, pre, weights.fn, weights.base, weights.scale, norm_weight, streams, x, new_pre, new_post, new_comb,
         state.handed, state.gates, state.epochs, tokens, rms_eps, eps,
-        ITERATIONS=iterations, **_constants(config, hidden, pre is None), num_warps=WARPS.value, launch_pdl=True,
+        ITERATIONS=iterations, **_constants(config, hidden, pre is None), num_warps=WARPS.value, maxnreg=config.registers, launch_pdl=True,
     )  # fmt: skip
     return Site(streams, x, new_pre, new_post, new_comb, None)
 
@@ -769,6 +772,7 @@ def aot_cases() -> list[AotCase]:
                 {name: kind for name, kind in types.items() if name not in absent},
                 _constants(config, hidden, own) | {"ITERATIONS": 20} | dict.fromkeys(absent),
                 num_warps=WARPS.value,
+                max_registers=REGISTERS,
                 aligned=tuple(name for name, kind in types.items() if kind.startswith("*") and name not in absent),
                 archs=(HOPPER,),
             )
