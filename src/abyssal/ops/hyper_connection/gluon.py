@@ -47,10 +47,8 @@ SLICE = gl.constexpr(128)  # columns
 WARPS = gl.constexpr(4)
 RING = gl.constexpr(8)  # tiles in the hand-over state, more than LAG; few, so that the L2 keeps them
 ENTRIES = gl.constexpr(104)  # words of 16 bytes that a slice hands over per tile
-RESIDENT = 3  # programs of a multiprocessor
-REGISTERS = 168  # per thread at most, so that they fit; some addresses live in local memory
-AHEAD = 3
-LAG = {True: 3, False: 7}  # with the site's own pre as many as shared memory holds
+RESIDENT = 2  # programs of a multiprocessor
+LAG, AHEAD = 7, 3  # of lags of 4 to 7 with as much ahead as shared memory holds, the fastest at 512 and 4,096 tokens (H200)
 LEAST_FINISHERS = 4  # of a group, or its slices wait for them
 
 # Eight columns of a token per thread; a warp has 8 tokens x 32 columns, which is an operand of two products of depth 16.
@@ -129,8 +127,6 @@ def _products(own_pre: bool) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
-PREFETCH = gl.constexpr("prefetch.global.L2 [$8]; " + " ".join(f"mov.b32 ${i}, 0;" for i in range(8)))
-PREFETCH_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["l"] * 8))
 OWN_PRODUCTS = gl.constexpr(_products(True))
 OWN_OPERANDS = gl.constexpr(",".join(["=&f"] * 16 + ["r"] * 28 * 4))
 GIVEN_PRODUCTS = gl.constexpr(_products(False))
@@ -320,7 +316,7 @@ def hyper_connection_tiles(
     source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, pre_out, post_out, comb_out, handed, gates, epochs,
     tokens, rms_eps, eps,
     D: gl.constexpr, OWN_PRE: gl.constexpr, ITERATIONS: gl.constexpr, GROUPS: gl.constexpr, FINISHERS: gl.constexpr,
-    LAG: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    LAG: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Grid: GROUPS x (D / SLICE slices and FINISHERS)."""
     SLICES: gl.constexpr = D // SLICE
@@ -332,7 +328,7 @@ def hyper_connection_tiles(
     if program < SLICES:
         _slice(
             source, out, post, comb, pre, fn, norm_weight, streams, x, handed, gates, epochs + group,
-            tokens, group, count, program, D, OWN_PRE, GROUPS, SLICES, LAG, AHEAD, EARLY,
+            tokens, group, count, program, D, OWN_PRE, GROUPS, SLICES, LAG, AHEAD,
         )  # fmt: skip
     else:
         _finish(
@@ -369,19 +365,6 @@ def _bring(
 
 
 @gluon.jit
-def _prefetch(at):
-    """Bring the line of every eighth address to the L2."""
-    gl.inline_asm_elementwise(
-        PREFETCH,
-        PREFETCH_OPERANDS,
-        [at],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=8,
-    )
-
-
-@gluon.jit
 def _load4(planes, slot):
     """One tile of four streams."""
     values = ()
@@ -400,19 +383,9 @@ def _columns(shared, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _load_weights(at, stream_at, D: gl.constexpr):
-    weights = ()
-    for k in gl.static_range(4):
-        for m in gl.static_range(3):
-            for half in gl.static_range(2):
-                weights = weights + (gl.load(at + ((24 * half + 8 * m) * (4 * D) + k * D) + stream_at),)
-    return weights
-
-
-@gluon.jit
 def _slice(
     source, out, post, comb, pre, fn, norm_weight, streams, x, handed, gates, epoch, tokens, group, count, split,
-    D: gl.constexpr, OWN_PRE: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    D: gl.constexpr, OWN_PRE: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """128 columns of all tiles of a group."""
     planes = ()  # streams and what is added to them; apart, as the compiler separates all uses of one buffer by barriers
@@ -431,14 +404,13 @@ def _slice(
     columns = gl.arange(0, SLICE, layout=gl.SliceLayout(0, BLOCKED))
     stream_at = gl.expand_dims(local * (4 * D), 1) + gl.expand_dims(columns, 0)
     x_at = gl.expand_dims(local * D, 1) + gl.expand_dims(columns, 0)
+    # Behind copies they would wait for all of these: a multiprocessor's loads return in turn.
     weights = ()
-    if EARLY == 1:
-        weights = _load_weights(fn + column, stream_at, D)
-    else:
-        for k in gl.static_range(4):
-            for m in gl.static_range(3):
-                for half in gl.static_range(2):
-                    _prefetch(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + column + stream_at)
+    for k in gl.static_range(4):
+        for m in gl.static_range(3):
+            for half in gl.static_range(2):
+                weights = weights + (gl.load(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + column + stream_at),)
+    norm = gl.expand_dims(gl.load(norm_weight + column + columns), 0)
 
     # Where a thread's sums go: of rows 0 to 7 three coefficients of one token, and where the columns have the row's own token
     # one product of streams; of rows 8 to 15 four of these. Entries: 64 of coefficients g, 8 + g, 16 + g, 32 of two products, 8 of the others.
@@ -463,11 +435,6 @@ def _slice(
             i, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + i * GROUPS) * TILE, tokens, column, D, OWN_PRE,
             AHEAD,
         )  # fmt: skip
-        if EARLY == 2:
-            if i == 0:
-                weights = _load_weights(fn + column, stream_at, D)
-    if EARLY == 0:
-        weights = _load_weights(fn + column, stream_at, D)
     for i in range(count + LAG):
         done = i - LAG
         gates_at = gates + (done % RING + RING) % RING * (TILE * 4) + local * 4
@@ -507,7 +474,6 @@ def _slice(
             slot = done % (LAG + 1)
             start = (group + done * GROUPS) * TILE
             mask = gl.expand_dims(local < tokens - start, 1)
-            norm = gl.expand_dims(gl.load(norm_weight + column + columns), 0)
             own_pre = _await_gates(words, gates_at, first_tag + done)
             if OWN_PRE:
                 gates_of = ()
@@ -643,8 +609,6 @@ class TileConfig:
     finishers: int
     lag: int  # tiles between a slice's first and last touch of a tile
     ahead: int  # tiles on their way to shared memory
-    early: int = 1
-    registers: int = REGISTERS
 
 
 def launch_config(tokens: int, hidden: int, num_sms: int, own_pre: bool) -> TileConfig | LaunchConfig:
@@ -653,7 +617,7 @@ def launch_config(tokens: int, hidden: int, num_sms: int, own_pre: bool) -> Tile
     groups = RESIDENT * num_sms // (slices + LEAST_FINISHERS)
     if tokens <= 64 or hidden % SLICE.value or 4 * groups * slices < 3 * RESIDENT * num_sms:
         return portable.launch_config(tokens, hidden, num_sms, own_pre)
-    return TileConfig(groups, min(8, RESIDENT * num_sms // groups - slices), LAG[own_pre], AHEAD)
+    return TileConfig(groups, min(8, RESIDENT * num_sms // groups - slices), LAG, AHEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -738,7 +702,7 @@ def site(
     hyper_connection_tiles[(config.groups * (hidden // SLICE.value + config.finishers),)](
         source, out, post, comb, pre, weights.fn, weights.base, weights.scale, norm_weight, streams, x, new_pre, new_post, new_comb,
         state.handed, state.gates, state.epochs, tokens, rms_eps, eps,
-        ITERATIONS=iterations, **_constants(config, hidden, pre is None), num_warps=WARPS.value, maxnreg=config.registers, launch_pdl=True,
+        ITERATIONS=iterations, **_constants(config, hidden, pre is None), num_warps=WARPS.value, launch_pdl=True,
     )  # fmt: skip
     return Site(streams, x, new_pre, new_post, new_comb, None)
 
@@ -751,7 +715,6 @@ def _constants(config: TileConfig, hidden: int, own_pre: bool) -> dict[str, Any]
         "FINISHERS": config.finishers,
         "LAG": config.lag,
         "AHEAD": config.ahead,
-        "EARLY": config.early,
     }
 
 
@@ -772,7 +735,6 @@ def aot_cases() -> list[AotCase]:
                 {name: kind for name, kind in types.items() if name not in absent},
                 _constants(config, hidden, own) | {"ITERATIONS": 20} | dict.fromkeys(absent),
                 num_warps=WARPS.value,
-                max_registers=REGISTERS,
                 aligned=tuple(name for name, kind in types.items() if kind.startswith("*") and name not in absent),
                 archs=(HOPPER,),
             )
