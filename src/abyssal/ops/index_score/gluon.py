@@ -810,14 +810,14 @@ class ScoreConfig:
 
     programs: int  # persistent, each takes an equal share of all tiles
     queries: int  # consecutive queries of a sequence that share the keys of a tile
-    stages: int  # in shared memory, on their way or in use, of two tiles if `queries` is 1, else of one; a power of two
+    stages: int  # in shared memory, on their way or in use, of two tiles if `queries` is 1, else of one
     registers: int  # per thread at launch, half of what the scoring warps get
 
 
 def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
     """As many programs as registers hold: one converts and sums beside another's products.
 
-    With 64 heads scoring threads need 136 registers: 4 x 262,144 keys of index_fp8 take 40.9 us with three programs and 42.5 with four.
+    With 64 heads scoring threads need 136 registers, so a fourth program would spill: 13.6 in place of 10.6 us for 262,144 keys of index_fp8.
     """
     queries = min(4, triton.next_power_of_2(b))
     copies = 2 if queries > 1 else 3 if heads == 64 else 4
