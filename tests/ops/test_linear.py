@@ -375,6 +375,16 @@ def test_weights_join_only_where_no_block_lies_over_the_seam():
         assert_product(got, x, fp8_weight((48, 32)[seed], 128, 32, seed=seed))
 
 
+@pytest.mark.parametrize("block,rows", [(128, 88), (32, 80)])
+def test_programs_take_several_tiles_of_rows(block: int, rows: int):
+    """Fewer programs than tiles, which do not divide evenly: the bits are those of a program per tile."""
+    group = kernels.prepare_linear([fp8_weight(rows, 640, block)]).groups[0]
+    x = tokens_of(3, 640)
+    sizes = (8, (16,), (2,), 4, None)
+    (one,), (loop,) = (kernels.few_tokens(x, [group], config=kernels.FewConfig(*sizes, programs)) for programs in (0, 2))
+    assert torch.equal(one, loop)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [640, 2304])
 @pytest.mark.parametrize("block", [128, 32])
@@ -500,7 +510,7 @@ def test_routes_follow_from_shapes():
     assert routes(wide) == routes(narrow) == routes(wide, 2) == ["few", "few", "tiled", "tiled", "library"]
     assert routes(wide, 4) == ["few"] * 4 + ["library"]
     assert routes(short) == routes(plain) == ["few", "few", *["library"] * 3]
-    assert kernels.few_config(1, 1024, [(32768, 128, 1)]) == kernels.FewConfig(8, (32,), (2,), 4, 128)
+    assert kernels.few_config(1, 1024, [(32768, 128, 1)]) == kernels.FewConfig(8, (16,), (2,), 4, 168, 396)
     assert kernels.few_config(8, 4096, [(1536, 128, 1), (64, None, 1)]) == kernels.FewConfig(8, (16, 16), (4, 2), 8, None)
     assert kernels.few_config(8, 4096, [(384, None, 1)]) == kernels.FewConfig(8, (8,), (4,), 8, None)
     assert "tokens=32" in str(kernels.few_config(300, 4096, [(1536, 128, 1), (64, None, 1)]))

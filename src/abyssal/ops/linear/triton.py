@@ -260,6 +260,7 @@ class FewConfig:
     chunks: tuple[int, ...]  # of 128 columns of a warp whose loads are in flight together, per group
     warps: int  # that share the columns of a program
     registers: int | None  # at most, per thread; None: any
+    programs: int = 0  # each of which takes every so manyth tile of rows; 0: as many as there are tiles
     early: bool = True  # TODO
 
 
@@ -287,7 +288,11 @@ def few_config(tokens: int, columns: int, groups: Sequence[tuple[int, int | None
             most, else_ = (5, 3) if alone else (4, 4) if beside <= 2 else (3, 2) if rows[i] == 16 else (2, 1)
         chunks[i] = steps if steps <= most else else_
     registers = None if per_program > 8 or beside <= 2 else 168 if beside == 3 else 128
-    return FewConfig(per_program, rows, tuple(chunks), warps, registers)
+    programs = 0
+    if per_program == 8 and len(groups) == 1 and beside > 8 and groups[0][1] is not None and columns <= 3 * warps * COLUMNS:
+        rows, chunks, registers = (16,), [-(-columns // (warps * COLUMNS))], 168 if columns <= 2 * warps * COLUMNS else None
+        programs = MULTIPROCESSORS * (3 if registers else 2)
+    return FewConfig(per_program, rows, tuple(chunks), warps, registers, programs)
 
 
 HALVES_ASM = tl.constexpr("""
@@ -516,7 +521,7 @@ def _multiply_plain(sums, w, x, zero, BN, BT, CHUNKS, WARPS):
 def _product(
     x, x_stride, x_scales, x_scale_stride, data, exponents, out, tile, t0, T, N, K, columns, group_rows,
     BN: tl.constexpr, BT: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, FIRST: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, FIRST: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows BN of one weight for BT tokens: each warp's own columns, then the sum over the warps.
 
@@ -533,9 +538,6 @@ def _product(
         x += group * (columns // 4)
         x_scales += group * (columns // TILE)
     first = tl.arange(0, WARPS) * 128
-    sums = ()
-    for _ in tl.static_range(_tiles(BN) * (BT // 8)):
-        sums = sums + (tl.zeros((WARPS, 16, 8), tl.float32),)
     w, w_bytes = _load_weights(data, exponents, n0, N_end, first, K, BN, TILE, ROW_BLOCK, FULL, CHUNKS, WARPS)
     if not INTERPRETED:
         gdc_wait()
@@ -545,22 +547,52 @@ def _product(
         inputs, scales = _load_inputs(
             x, x_stride, x_scales, x_scale_stride, t0, T, first, K, columns, BT, TILE, PARTS, EVEN, CHUNKS, WARPS
         )
-        if TILE is None:
-            sums = _multiply_plain(sums, w, inputs, zero_behind_loads(), BN, BT, CHUNKS, WARPS)
+        if STRIDE:
+            for here in range(n0, N, STRIDE * BN):
+                ahead = here + STRIDE * BN
+                w_next, bytes_next = _load_weights(
+                    data, exponents, ahead, N_end, first, tl.where(ahead < N, K, 0), BN, TILE, ROW_BLOCK, FULL, CHUNKS, WARPS
+                )
+                sums = _multiply(_no_sums(BN, BT, WARPS), w, w_bytes, inputs, scales, BN, BT, CHUNKS, TILE, WARPS)
+                _store_sums(sums, out, here, N_end, t0, T, N, BN, BT)
+                w, w_bytes = w_next, bytes_next
         else:
-            sums = _multiply_fp8(sums, w, w_bytes, inputs, scales, zero_behind_loads(), BN, BT, CHUNKS, TILE, WARPS)
+            sums = _multiply(_no_sums(BN, BT, WARPS), w, w_bytes, inputs, scales, BN, BT, CHUNKS, TILE, WARPS)
+            _store_sums(sums, out, n0, N_end, t0, T, N, BN, BT)
     else:
+        sums = _no_sums(BN, BT, WARPS)
         for _ in range(0, K, WARPS * 128 * CHUNKS):
             inputs, scales = _load_inputs(
                 x, x_stride, x_scales, x_scale_stride, t0, T, first, K, columns, BT, TILE, PARTS, EVEN, CHUNKS, WARPS
             )
             first += WARPS * 128 * CHUNKS
             w_next, bytes_next = _load_weights(data, exponents, n0, N_end, first, K, BN, TILE, ROW_BLOCK, FULL, CHUNKS, WARPS)
-            if TILE is None:
-                sums = _multiply_plain(sums, w, inputs, zero_behind_loads(), BN, BT, CHUNKS, WARPS)
-            else:
-                sums = _multiply_fp8(sums, w, w_bytes, inputs, scales, zero_behind_loads(), BN, BT, CHUNKS, TILE, WARPS)
+            sums = _multiply(sums, w, w_bytes, inputs, scales, BN, BT, CHUNKS, TILE, WARPS)
             w, w_bytes = w_next, bytes_next
+        _store_sums(sums, out, n0, N_end, t0, T, N, BN, BT)
+
+
+@triton.jit
+def _no_sums(BN: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr):
+    sums = ()
+    for _ in tl.static_range(_tiles(BN) * (BT // 8)):
+        sums = sums + (tl.zeros((WARPS, 16, 8), tl.float32),)
+    return sums
+
+
+@triton.jit
+def _multiply(sums, w, w_bytes, inputs, scales, BN, BT, CHUNKS, TILE, WARPS):
+    """`sums` plus the product of what was loaded, which waits for nothing before all loads in front of it are on their way."""
+    if TILE is None:
+        sums = _multiply_plain(sums, w, inputs, zero_behind_loads(), BN, BT, CHUNKS, WARPS)
+    else:
+        sums = _multiply_fp8(sums, w, w_bytes, inputs, scales, zero_behind_loads(), BN, BT, CHUNKS, TILE, WARPS)
+    return sums
+
+
+@triton.jit
+def _store_sums(sums, out, n0, N_end, t0, T, N, BN: tl.constexpr, BT: tl.constexpr):
+    """Rows `n0` .. `n0` + BN, summed over the warps."""
     for tile16 in tl.static_range(_tiles(BN)):
         rows = n0 + tile16 * 16 + tl.arange(0, 16)
         for eight in tl.static_range(BT // 8):
@@ -577,7 +609,7 @@ def few_tokens_kernel(
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, CHUNKS0: tl.constexpr, CHUNKS1: tl.constexpr,
     CHUNKS2: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr,
     PARTS2: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr, WHOLE0: tl.constexpr, WHOLE1: tl.constexpr,
-    WHOLE2: tl.constexpr, FIRST: tl.constexpr,
+    WHOLE2: tl.constexpr, FIRST: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Up to three groups of weights of one input; only the first may have scales, or an input of its own: quantised, or rounded.
 
@@ -588,18 +620,18 @@ def few_tokens_kernel(
     if tile < tiles0:
         _product(
             input0, input0_stride, scales0, scales0_stride, data0, exponents0, out0, tile, t0, T, N0, K0, columns, group_rows,
-            BN0, BT, CHUNKS0, TILE, ROW_BLOCK, PARTS0, EVEN, FULL, WARPS, WHOLE0, FIRST,
+            BN0, BT, CHUNKS0, TILE, ROW_BLOCK, PARTS0, EVEN, FULL, WARPS, WHOLE0, FIRST, STRIDE,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
                 x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K1, columns, N1,
-                BN1, BT, CHUNKS1, None, None, PARTS1, EVEN, FULL, WARPS, WHOLE1, FIRST,
+                BN1, BT, CHUNKS1, None, None, PARTS1, EVEN, FULL, WARPS, WHOLE1, FIRST, 0,
             )  # fmt: skip
         elif data2 is not None:
             _product(
                 x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K2, columns, N2,
-                BN2, BT, CHUNKS2, None, None, PARTS2, EVEN, FULL, WARPS, WHOLE2, FIRST,
+                BN2, BT, CHUNKS2, None, None, PARTS2, EVEN, FULL, WARPS, WHOLE2, FIRST, 0,
             )  # fmt: skip
     if not INTERPRETED and not FIRST:
         gdc_launch_dependents()  # not before, or what follows would take the place of programs that have not begun
@@ -633,7 +665,8 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
     more = [(group.data, out, *group.data.shape, n) for group, out, n in zip(groups[1:], outs[1:], tiles[1:], strict=True)]
     (data1, out1, rows1, columns1, tiles1), (data2, out2, rows2, columns2, _) = [*more, absent, absent][:2]
     rows, chunks, parts = ((*config.rows, 16, 16), (*config.chunks, 1, 1), (*(group.parts for group in groups), 1, 1))
-    programs = sum(tiles) * token_tiles
+    stride = config.programs if num_groups == token_tiles == 1 else 0
+    programs = min(sum(tiles), stride or sum(tiles)) * token_tiles
     wholes = *(group.data.shape[1] <= config.warps * COLUMNS * n for group, n in zip(groups, config.chunks, strict=True)), True, True
     heights = (group_rows, *(len(group.data) for group in groups[1:]))
     few_tokens_kernel[(programs,)](
@@ -645,7 +678,7 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
         TILE=None if first.block is None else first.tile, ROW_BLOCK=first.block and first.block[0],
         PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % COLUMNS == 0,
         FULL=all(n % height == 0 for n, height in zip(heights, config.rows, strict=True)),
-        WHOLE0=wholes[0], WHOLE1=wholes[1], WHOLE2=wholes[2], FIRST=config.early,
+        WHOLE0=wholes[0], WHOLE1=wholes[1], WHOLE2=wholes[2], FIRST=config.early, STRIDE=stride,
         WARPS=config.warps, num_warps=config.warps, num_stages=1, maxnreg=config.registers, launch_pdl=starts_early(programs, plain),
     )  # fmt: skip
     return outs
@@ -960,7 +993,7 @@ def _few_case(
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "CHUNKS0": chunks[0], "CHUNKS1": chunks[1],
         "CHUNKS2": chunks[2], "TILE": block, "ROW_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % COLUMNS == 0,
         "FULL": rows % heights[0] == 0, "WARPS": config.warps, "WHOLE0": -(-columns // 128) * parts <= config.warps * chunks[0],
-        "WHOLE1": -(-columns // 128) <= config.warps * chunks[1], "WHOLE2": -(-columns // 128) <= config.warps * chunks[2], "FIRST": True,
+        "WHOLE1": -(-columns // 128) <= config.warps * chunks[1], "WHOLE2": -(-columns // 128) <= config.warps * chunks[2], "FIRST": True, "STRIDE": config.programs,
     }  # fmt: skip
     absent = ["exponents0", "scales0"] if block is None else []
     absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
