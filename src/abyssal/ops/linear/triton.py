@@ -655,7 +655,9 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
     quantised = _codes(x, first.tile) if first.block is not None and first.tile is not None else None
     source = _values(x, first.tile) if quantised is None else quantised.codes.flatten(1).view(torch.int32)
     scales = None if quantised is None else quantised.scales.contiguous()
-    config = config or few_config(tokens, columns, [(len(group.data), group.block and group.tile, group.parts) for group in groups])
+    config = config or few_config(
+        tokens, columns, [(len(group.data), group.block and group.tile, group.parts) for group in groups]
+    )
     group_rows = len(first.data) // num_groups
     assert num_groups == 1 or group_rows % 16 == 0, f"groups of {group_rows} rows, not of a multiple of 16"
     tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
@@ -667,7 +669,11 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
     rows, chunks, parts = ((*config.rows, 16, 16), (*config.chunks, 1, 1), (*(group.parts for group in groups), 1, 1))
     stride = config.programs if num_groups == token_tiles == 1 else 0
     programs = min(sum(tiles), stride or sum(tiles)) * token_tiles
-    wholes = *(group.data.shape[1] <= config.warps * COLUMNS * n for group, n in zip(groups, config.chunks, strict=True)), True, True
+    wholes = (
+        *(group.data.shape[1] <= config.warps * COLUMNS * n for group, n in zip(groups, config.chunks, strict=True)),
+        True,
+        True,
+    )
     heights = (group_rows, *(len(group.data) for group in groups[1:]))
     few_tokens_kernel[(programs,)](
         plain, plain.stride(0), source, source.stride(0), scales, 0 if scales is None else scales.stride(0),
