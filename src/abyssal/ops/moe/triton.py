@@ -60,6 +60,7 @@ from abyssal.ops.moe import ExpertLayer
 CHUNK = tl.constexpr(128)  # values along K per step: one word of four scales per row
 # Scales enter as 2^(byte - 127 - 32): with the bias of the placed bits they stay within bf16 up to 2^33. Sums are multiplied by 2^32.
 SCALE_DOWN = 32
+ACQUIRE = True
 PLANLESS_CHOICES = 16  # so few rarely share an expert
 AT_ONCE = (1584, 1920)  # programs of two warps for which an H200 has registers: with two chunks in flight, and, about, with one
 SUM_FLOOR = tl.constexpr(1e-20)  # scores may all underflow to 0
@@ -794,7 +795,7 @@ def moe_up(
     inputs, w, s, plan, order, weights, hidden, arrivals, blocks, limit, first_expert,
     E: tl.constexpr, K: tl.constexpr, I: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     WARPS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, ACQUIRE: tl.constexpr,
 ):  # fmt: skip
     """hidden bf16 [places, I] = silu(w1 x) (w3 x) weight, on the grid and in the order of the second product's input.
 
@@ -848,10 +849,17 @@ def moe_up(
         ready = True
         if SPAN > ROWS // 2:
             counter = arrivals + block * (I // SPAN) + first // SPAN
-            ready = tl.atomic_add(counter, 1, sem="acq_rel") == SPAN // (ROWS // 2) - 1
+            if ACQUIRE:
+                ready = tl.atomic_add(counter, 1, sem="release") == SPAN // (ROWS // 2) - 1
+            else:
+                ready = tl.atomic_add(counter, 1, sem="acq_rel") == SPAN // (ROWS // 2) - 1
         if ready:
             if SPAN > ROWS // 2:
-                tl.store(counter, 0)
+                if ACQUIRE:
+                    tl.atomic_xchg(counter, 0, sem="acquire")  # only here, as it empties the L1
+                    tl.debug_barrier()
+                else:
+                    tl.store(counter, 0)
             span = first // SPAN * SPAN + tl.arange(0, SPAN)[None, :]
             here = hidden + places.to(tl.int64)[:, None] * I + place(span, OUT, WARPS > 1)
             raw = to_fp32(tl.load(here, mask=kept[:, None], other=0.0))
@@ -1049,7 +1057,7 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     moe_up[(up_rows // up.block_rows, blocks)](
         choice.inputs, experts.w13.words, experts.w13.scale, plan, order, choice.weights, hidden, counters, blocks, experts.limit, first,
         E=count, K=columns, I=inner, CHOICES=k, TOKENS=up.block_tokens, ROWS=up.block_rows, CHUNKS=up.chunks, WARPS=up.warps,
-        SPLIT=up.split, FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early,
+        SPLIT=up.split, FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early, ACQUIRE=ACQUIRE,
         num_warps=up.warps * up.split, num_stages=1,
         launch_pdl=early,
     )  # fmt: skip
@@ -1202,7 +1210,7 @@ def _product_cases(
         "FORMAT": format, "EARLY": True,
     } | ({"s": None} if format == "plain" else {})  # fmt: skip
     quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
-    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1}
+    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1, "ACQUIRE": True}
     text = f"{name} {config.block_tokens}x{config.block_rows} warps {config.warps}"
     planless = config.block_rows == 16
     weights = {"w": "*i32", "plan": "*i32", "blocks": "i32", "first_expert": "i32"} | ({} if format == "plain" else {"s": "*i32"})
