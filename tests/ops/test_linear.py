@@ -380,8 +380,9 @@ def test_programs_take_several_tiles_of_rows(block: int, rows: int):
     """Fewer programs than tiles, which do not divide evenly: the bits are those of a program per tile."""
     group = kernels.prepare_linear([fp8_weight(rows, 640, block)]).groups[0]
     x = tokens_of(3, 640)
-    sizes = (8, (16,), (2,), 4, None)
-    (one,), (loop,) = (kernels.few_tokens(x, [group], config=kernels.FewConfig(*sizes, programs)) for programs in (0, 2))
+    (one,), (loop,) = (
+        kernels.few_tokens(x, [group], config=kernels.FewConfig(8, (16,), (2,), 4, None, programs)) for programs in (0, 2)
+    )
     assert torch.equal(one, loop)
 
 
@@ -511,8 +512,9 @@ def test_routes_follow_from_shapes():
     assert routes(wide, 4) == ["few"] * 4 + ["library"]
     assert routes(short) == routes(plain) == ["few", "few", *["library"] * 3]
     assert kernels.few_config(1, 1024, [(32768, 128, 1)]) == kernels.FewConfig(8, (16,), (2,), 4, 168, 396)
-    assert kernels.few_config(8, 4096, [(1536, 128, 1), (64, None, 1)]) == kernels.FewConfig(8, (16, 16), (4, 2), 8, None)
-    assert kernels.few_config(8, 4096, [(384, None, 1)]) == kernels.FewConfig(8, (8,), (4,), 8, None)
+    assert kernels.few_config(1, 8192, [(5120, 32, 1)]) == kernels.FewConfig(8, (16,), (2,), 4, 168)
+    assert kernels.few_config(8, 4096, [(1536, 128, 1), (64, None, 1)]) == kernels.FewConfig(8, (16, 16), (4, 2), 8)
+    assert kernels.few_config(8, 4096, [(384, None, 1)]) == kernels.FewConfig(8, (8,), (4,), 8)
     assert "tokens=32" in str(kernels.few_config(300, 4096, [(1536, 128, 1), (64, None, 1)]))
     assert kernels.tiled_config(64, 4096, 8192) == kernels.TiledConfig(64, 4, 2048)
     assert kernels.tiled_config(20, 32768, 1024) == kernels.TiledConfig(32, 1, 1024)

@@ -253,46 +253,54 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
 
 @dataclass(frozen=True, slots=True)
 class FewConfig:
-    """Sizes of one launch. None changes a sum: each output is one chain of products per warp, then the sum over the warps."""
+    """Sizes of one launch. Only `warps` changes a sum: each output is one chain of products per warp, then the sum over the warps."""
 
     tokens: int  # of a program
     rows: tuple[int, ...]  # of a program, per group
     chunks: tuple[int, ...]  # of 128 columns of a warp whose loads are in flight together, per group
-    warps: int  # that share the columns of a program
-    registers: int | None  # at most, per thread; None: any
-    programs: int = 0  # each of which takes every so manyth tile of rows; 0: as many as there are tiles
-    early: bool = True  # TODO
+    warps: int  # each sums every so manyth 128 columns
+    registers: int | None = None  # of a thread at most
+    programs: int = 0  # each multiplies every so manyth tile of rows; 0: one
 
 
 def few_config(tokens: int, columns: int, groups: Sequence[tuple[int, int | None, int]]) -> FewConfig:
-    """
+    """As many loads in flight as registers hold: a multiprocessor needs about 70 KB under way for the memory's full rate (H200).
+
+    Where a multiprocessor gets one program, that has eight warps, and all weights are on their way before the input is there. The number of
+    warps follows from the weights alone, so that a token's bits do not depend on its batch.
+
     Args:
         columns: K of the input.
         groups: rows of each group, the tile of e4m3 weights, and parts of plain ones.
     """
     per_program = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
     tiles = sum(-(-n // PANEL_ROWS) for n, *_ in groups)
-    beside = -(-tiles // MULTIPROCESSORS)  # programs of a multiprocessor, which have its registers for loads in flight
-    alone = beside == 1 and columns >= 1024
+    beside = -(-tiles // MULTIPROCESSORS)  # programs of a multiprocessor
+    alone = beside == 1 and columns >= 8 * COLUMNS
     warps = 8 if alone else 4
-    if alone:
-        rows = tuple(8 if 2 * tiles <= MULTIPROCESSORS else 16 for _ in groups)
+    rows = tuple(
+        8 if alone and 2 * tiles <= MULTIPROCESSORS else 32 if tile == 128 and n >= 256 * PROGRAMS else 16
+        for n, tile, _ in groups
+    )
+    if per_program > 8:
+        return FewConfig(per_program, rows, (1,) * len(groups), warps)
+    steps = [-(-columns * parts // (warps * COLUMNS)) for *_, parts in groups]
+    if len(groups) == 1 and groups[0][1] is not None and beside > 8 and steps[0] <= 3:
+        most = 3 if steps[0] <= 2 else 2
+        return FewConfig(8, (16,), (steps[0],), 4, 168 if most == 3 else None, most * MULTIPROCESSORS)
+    chunks = tuple(
+        _chunks(count, height, tile, beside, alone) for count, height, (_, tile, _) in zip(steps, rows, groups, strict=True)
+    )
+    return FewConfig(8, rows, chunks, warps, None if beside <= 2 else 168 if beside == 3 else 128)
+
+
+def _chunks(steps: int, rows: int, tile: int | None, beside: int, alone: bool) -> int:
+    """All `steps` if their weights fit into the registers, else as many as fit twice."""
+    if tile is None:
+        once, twice = (5 if rows == 8 else 2, 2) if alone else (2, 2) if beside <= 2 else (1, 1)
     else:
-        rows = tuple(32 if tile == 128 and n >= 256 * PROGRAMS else 16 for n, tile, _ in groups)
-    chunks = [1] * len(groups)
-    for i, (_, tile, parts) in enumerate(groups if per_program == 8 else ()):
-        steps = -(-columns * parts // (warps * COLUMNS))
-        if tile is None:
-            most, else_ = (5 if rows[i] == 8 else 2, 2) if alone else (2, 2) if beside <= 2 else (1, 1)
-        else:
-            most, else_ = (5, 3) if alone else (4, 4) if beside <= 2 else (3, 2) if rows[i] == 16 else (2, 1)
-        chunks[i] = steps if steps <= most else else_
-    registers = None if per_program > 8 or beside <= 2 else 168 if beside == 3 else 128
-    programs = 0
-    if per_program == 8 and len(groups) == 1 and beside > 8 and groups[0][1] is not None and columns <= 3 * warps * COLUMNS:
-        rows, chunks, registers = (16,), [-(-columns // (warps * COLUMNS))], 168 if columns <= 2 * warps * COLUMNS else None
-        programs = MULTIPROCESSORS * (3 if registers else 2)
-    return FewConfig(per_program, rows, tuple(chunks), warps, registers, programs)
+        once, twice = (5, 3) if alone else (4, 4) if beside <= 2 else (3, 2) if rows == 16 else (2, 1)
+    return steps if steps <= once else twice
 
 
 HALVES_ASM = tl.constexpr("""
@@ -521,12 +529,12 @@ def _multiply_plain(sums, w, x, zero, BN, BT, CHUNKS, WARPS):
 def _product(
     x, x_stride, x_scales, x_scale_stride, data, exponents, out, tile, t0, T, N, K, columns, group_rows,
     BN: tl.constexpr, BT: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, FIRST: tl.constexpr, STRIDE: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows BN of one weight for BT tokens: each warp's own columns, then the sum over the warps.
 
-    The loads of the next columns are in flight during a product. Weights do not depend on the kernel before: the first are on their
-    way before the input is there.
+    The loads of the next columns are in flight during a product; WHOLE: a warp's columns are one step, and with STRIDE the next are those
+    of the tile so many further on. Weights do not depend on the kernel before: the first are on their way before the input is there.
     """
     group_tiles = tl.cdiv(group_rows, BN)
     group = tile // group_tiles
@@ -541,8 +549,7 @@ def _product(
     w, w_bytes = _load_weights(data, exponents, n0, N_end, first, K, BN, TILE, ROW_BLOCK, FULL, CHUNKS, WARPS)
     if not INTERPRETED:
         gdc_wait()
-        if FIRST:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
     if WHOLE:
         inputs, scales = _load_inputs(
             x, x_stride, x_scales, x_scale_stride, t0, T, first, K, columns, BT, TILE, PARTS, EVEN, CHUNKS, WARPS
@@ -609,7 +616,7 @@ def few_tokens_kernel(
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, CHUNKS0: tl.constexpr, CHUNKS1: tl.constexpr,
     CHUNKS2: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr,
     PARTS2: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr, WHOLE0: tl.constexpr, WHOLE1: tl.constexpr,
-    WHOLE2: tl.constexpr, FIRST: tl.constexpr, STRIDE: tl.constexpr,
+    WHOLE2: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Up to three groups of weights of one input; only the first may have scales, or an input of its own: quantised, or rounded.
 
@@ -620,21 +627,19 @@ def few_tokens_kernel(
     if tile < tiles0:
         _product(
             input0, input0_stride, scales0, scales0_stride, data0, exponents0, out0, tile, t0, T, N0, K0, columns, group_rows,
-            BN0, BT, CHUNKS0, TILE, ROW_BLOCK, PARTS0, EVEN, FULL, WARPS, WHOLE0, FIRST, STRIDE,
+            BN0, BT, CHUNKS0, TILE, ROW_BLOCK, PARTS0, EVEN, FULL, WARPS, WHOLE0, STRIDE,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
                 x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K1, columns, N1,
-                BN1, BT, CHUNKS1, None, None, PARTS1, EVEN, FULL, WARPS, WHOLE1, FIRST, 0,
+                BN1, BT, CHUNKS1, None, None, PARTS1, EVEN, FULL, WARPS, WHOLE1, 0,
             )  # fmt: skip
         elif data2 is not None:
             _product(
                 x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K2, columns, N2,
-                BN2, BT, CHUNKS2, None, None, PARTS2, EVEN, FULL, WARPS, WHOLE2, FIRST, 0,
+                BN2, BT, CHUNKS2, None, None, PARTS2, EVEN, FULL, WARPS, WHOLE2, 0,
             )  # fmt: skip
-    if not INTERPRETED and not FIRST:
-        gdc_launch_dependents()  # not before, or what follows would take the place of programs that have not begun
 
 
 def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config: FewConfig | None = None) -> list[Tensor]:
@@ -684,7 +689,7 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
         TILE=None if first.block is None else first.tile, ROW_BLOCK=first.block and first.block[0],
         PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % COLUMNS == 0,
         FULL=all(n % height == 0 for n, height in zip(heights, config.rows, strict=True)),
-        WHOLE0=wholes[0], WHOLE1=wholes[1], WHOLE2=wholes[2], FIRST=config.early, STRIDE=stride,
+        WHOLE0=wholes[0], WHOLE1=wholes[1], WHOLE2=wholes[2], STRIDE=stride,
         WARPS=config.warps, num_warps=config.warps, num_stages=1, maxnreg=config.registers, launch_pdl=starts_early(programs, plain),
     )  # fmt: skip
     return outs
@@ -979,6 +984,10 @@ def aot_cases() -> list[AotCase]:
         (129280, 4096, None),
     ]
     cases += [_few_case(tokens, *sizes) for tokens in (1, 32) for sizes in released]
+    cases += [
+        _few_case(1, *sizes)
+        for sizes in ((8192, 4096, 128), (8192, 4096, 32), (4096, 8192, 128), (5120, 8192, 32), (384, 5120, None))
+    ]
     cases += [_few_case(1, 1536, 4096, 128, beside=beside) for beside in (1, 2)]
     cases += [_few_case(16, 32768, 1024, 128), _few_case(16, 32768, 1280, 32)]
     return [*cases, _few_case(1, 192, 128, None, parts=3), _few_case(32, 24, 128, 128, aligned_groups=False)]
@@ -999,7 +1008,7 @@ def _few_case(
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "CHUNKS0": chunks[0], "CHUNKS1": chunks[1],
         "CHUNKS2": chunks[2], "TILE": block, "ROW_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % COLUMNS == 0,
         "FULL": rows % heights[0] == 0, "WARPS": config.warps, "WHOLE0": -(-columns // 128) * parts <= config.warps * chunks[0],
-        "WHOLE1": -(-columns // 128) <= config.warps * chunks[1], "WHOLE2": -(-columns // 128) <= config.warps * chunks[2], "FIRST": True, "STRIDE": config.programs,
+        "WHOLE1": -(-columns // 128) <= config.warps * chunks[1], "WHOLE2": -(-columns // 128) <= config.warps * chunks[2], "STRIDE": config.programs,
     }  # fmt: skip
     absent = ["exponents0", "scales0"] if block is None else []
     absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
