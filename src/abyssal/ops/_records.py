@@ -42,7 +42,10 @@ def wait_for_inputs(EARLY: tl.constexpr):
 
 @triton.jit
 def wait_before_product(EARLY: tl.constexpr):
-    """`wait_for_inputs` of a kernel before a product: that may start at once, for it reads nothing but weights before its own wait."""
+    """`wait_for_inputs` of a kernel before a product: that may start at once, for it reads nothing but weights before its own wait.
+
+    Where another kernel follows, it must not read what the kernel before this one wrote before it has waited.
+    """
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
