@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -103,3 +104,15 @@ def test_sizes_that_kernels_do_not_take_are_refused_by_name(change: dict[str, in
                 check_model(model, caches)
         else:
             check_model(model, caches)
+
+
+def test_a_step_larger_than_planned_keeps_the_memory_that_graphs_have_captured() -> None:
+    model = small_config([0, 4, 128], **WIDTHS)
+    ops = KernelOps("triton", model, plan_caches(model, "v4", "v4", "index_fp8"), 1, torch.device("cpu"))
+    hidden = model.hidden_size
+    captured = weakref.ref(ops._handovers[-1].partials)
+    ops.site(
+        torch.zeros(3, 4, hidden, dtype=torch.bfloat16), torch.ones(hidden), None,
+        out=None, post=None, comb=None, pre=torch.ones(3, 4), rms_eps=1e-6, eps=1e-6, iterations=1,
+    )  # fmt: skip
+    assert len(ops._handovers) == 2 and captured() is not None

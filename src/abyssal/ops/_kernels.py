@@ -106,6 +106,7 @@ class KernelOps:
             self._score = hopper_score.index_score
             gluon.append("index_score")
         self._attention = partial(attention, batch_invariant=batch_invariant)
+        self._handovers: list[Any] = []  # the last is in use, graphs may have captured the others
         self._reserve(max_tokens)
         self._beside = self._shared = None
         if device.type == "cuda":
@@ -118,8 +119,8 @@ class KernelOps:
 
     def _reserve(self, tokens: int) -> None:
         """Memory through which the programs of a `site` hand their sums over."""
-        self._handover = self._sites.HandoverState.allocate(
-            tokens, self.hidden, self.device, batch_invariant=self.batch_invariant
+        self._handovers.append(
+            self._sites.HandoverState.allocate(tokens, self.hidden, self.device, batch_invariant=self.batch_invariant)
         )
         self._reserved = tokens
 
@@ -322,7 +323,7 @@ class KernelOps:
         if len(source) > self._reserved:
             self._reserve(len(source))
         result: Site = self._sites.site(
-            source, norm_weight, weights, self._handover, out=out, post=post, comb=comb, pre=pre, rms_eps=rms_eps, eps=eps,
+            source, norm_weight, weights, self._handovers[-1], out=out, post=post, comb=comb, pre=pre, rms_eps=rms_eps, eps=eps,
             iterations=iterations, batch_invariant=self.batch_invariant,
         )  # fmt: skip
         return result
