@@ -172,7 +172,7 @@ def _select_topk_kernel(
     row_out = out + row * k
     seen = tl.minimum(tl.load(visible + row), num_entries)
     pages = page_table + row // queries * table_stride
-    if LEVELS == 1 and WIDTH > 4 * K_BLOCK:
+    if LEVELS == 1 and WIDTH > 4 * K_BLOCK:  # noqa: SIM102 decided when compiled
         if seen <= WIDTH // 4:  # the shape of a graph is wider than most of its rows
             index = tl.arange(0, WIDTH // 4)
             keys = _order(tl.load(scores + row * score_stride + index, mask=index < num_entries, other=0.0), index < seen)
