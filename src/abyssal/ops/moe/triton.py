@@ -60,8 +60,6 @@ from abyssal.ops.moe import ExpertLayer
 CHUNK = tl.constexpr(128)  # values along K per step: one word of four scales per row
 # Scales enter as 2^(byte - 127 - 32): with the bias of the placed bits they stay within bf16 up to 2^33. Sums are multiplied by 2^32.
 SCALE_DOWN = 32
-ACQUIRE = True
-SOON = False
 PLANLESS_CHOICES = 16  # so few rarely share an expert
 AT_ONCE = (1584, 1920)  # programs of two warps for which an H200 has registers: with two chunks in flight, and, about, with one
 SUM_FLOOR = tl.constexpr(1e-20)  # scores may all underflow to 0
@@ -796,7 +794,7 @@ def moe_up(
     inputs, w, s, plan, order, weights, hidden, arrivals, blocks, limit, first_expert,
     E: tl.constexpr, K: tl.constexpr, I: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     WARPS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, quant: tl.constexpr, TILE: tl.constexpr,
-    EARLY: tl.constexpr, ACQUIRE: tl.constexpr, SOON: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """hidden bf16 [places, I] = silu(w1 x) (w3 x) weight, on the grid and in the order of the second product's input.
 
@@ -805,7 +803,7 @@ def moe_up(
     """
     if EARLY:
         gdc_wait()
-        if order is not None or SOON:
+        if order is not None:
             gdc_launch_dependents()
     block = tl.program_id(1)
     expert, start, end = _block(plan, order, blocks, first_expert, E)
@@ -842,7 +840,7 @@ def moe_up(
         value = _hidden(acc * BIAS, weight, limit, ROWS // 2, TOKENS)
         column = first + tl.arange(0, ROWS // 2)[:, None]
         tl.store(to_hidden + place(column, OUT, WARPS > 1), value, mask=kept[None, :])
-    if EARLY and order is None and not SOON:
+    if EARLY and order is None:
         gdc_launch_dependents()  # not before: the first loads of `moe_down` would hold these up
     if quant is not None:
         SPAN: tl.constexpr = max(TILE, ROWS // 2)
@@ -850,17 +848,11 @@ def moe_up(
         ready = True
         if SPAN > ROWS // 2:
             counter = arrivals + block * (I // SPAN) + first // SPAN
-            if ACQUIRE:
-                ready = tl.atomic_add(counter, 1, sem="release") == SPAN // (ROWS // 2) - 1
-            else:
-                ready = tl.atomic_add(counter, 1, sem="acq_rel") == SPAN // (ROWS // 2) - 1
+            ready = tl.atomic_add(counter, 1, sem="release") == SPAN // (ROWS // 2) - 1
         if ready:
             if SPAN > ROWS // 2:
-                if ACQUIRE:
-                    tl.atomic_xchg(counter, 0, sem="acquire")  # only here, as it empties the L1
-                    tl.debug_barrier()
-                else:
-                    tl.store(counter, 0)
+                tl.atomic_xchg(counter, 0, sem="acquire")  # only here, as it empties the L1
+                tl.debug_barrier()
             span = first // SPAN * SPAN + tl.arange(0, SPAN)[None, :]
             here = hidden + places.to(tl.int64)[:, None] * I + place(span, OUT, WARPS > 1)
             raw = to_fp32(tl.load(here, mask=kept[:, None], other=0.0))
@@ -917,8 +909,7 @@ def moe_sum(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """out bf16 or fp32 [T, D]: the outputs of a token's choices in their order, then the shared expert's if given, in fp32."""
-    if EARLY:
-        gdc_wait()
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     kept = column < D
@@ -1058,7 +1049,7 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     moe_up[(up_rows // up.block_rows, blocks)](
         choice.inputs, experts.w13.words, experts.w13.scale, plan, order, choice.weights, hidden, counters, blocks, experts.limit, first,
         E=count, K=columns, I=inner, CHOICES=k, TOKENS=up.block_tokens, ROWS=up.block_rows, CHUNKS=up.chunks, WARPS=up.warps,
-        SPLIT=up.split, FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early, ACQUIRE=ACQUIRE, SOON=SOON,
+        SPLIT=up.split, FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early,
         num_warps=up.warps * up.split, num_stages=1,
         launch_pdl=early,
     )  # fmt: skip
@@ -1211,7 +1202,7 @@ def _product_cases(
         "FORMAT": format, "EARLY": True,
     } | ({"s": None} if format == "plain" else {})  # fmt: skip
     quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
-    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1, "ACQUIRE": True, "SOON": False}
+    up = {"K": dim, "I": inner, "CHOICES": 6, "OUT": format, "quant": quant, "TILE": tile or 1}
     text = f"{name} {config.block_tokens}x{config.block_rows} warps {config.warps}"
     planless = config.block_rows == 16
     weights = {"w": "*i32", "plan": "*i32", "blocks": "i32", "first_expert": "i32"} | ({} if format == "plain" else {"s": "*i32"})
