@@ -951,7 +951,7 @@ def moe(
 
     Args:
         batch_invariant: a token's bits do not depend on the other tokens.
-        beside: a stream on which the shared expert runs beside the routed ones.
+        beside: a stream on which the shared expert runs beside the router and the routed ones.
 
     Raises:
         TypeError, ValueError: x or token_ids are not of these kinds.
@@ -960,15 +960,11 @@ def moe(
     if len(x) == 0:
         return torch.empty_like(x)
     config = config or moe_config(len(x) * experts.k, experts.w13.shape[0], batch_invariant)
-    if beside is None:
-        shared = shared_expert(x, experts, batch_invariant)
-        routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
-        return moe_total(routed, shared, token_ids, x.shape[1], early=x.is_cuda)
     with forked(beside) as join:
         shared = shared_expert(x, experts, batch_invariant)
     routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
     join()
-    return moe_total(routed, shared, token_ids, x.shape[1], early=False)  # it follows two kernels
+    return moe_total(routed, shared, token_ids, x.shape[1], early=x.is_cuda and beside is None)  # a join follows two kernels
 
 
 def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
