@@ -285,7 +285,7 @@ def few_config(tokens: int, columns: int, groups: Sequence[tuple[int, int | None
     if per_program > 8:
         return FewConfig(per_program, rows, (1,) * len(groups), warps)
     steps = [-(-columns * parts // (warps * COLUMNS)) for *_, parts in groups]
-    if len(groups) == 1 and groups[0][1] is not None and beside > 8 and steps[0] <= 3:
+    if len(groups) == 1 and groups[0][1] is not None and beside > 8 and 1 < steps[0] <= 3:
         most = 3 if steps[0] <= 2 else 2
         return FewConfig(8, (16,), (steps[0],), 4, 168 if most == 3 else None, most * MULTIPROCESSORS)
     chunks = tuple(
@@ -533,8 +533,8 @@ def _product(
 ):  # fmt: skip
     """Rows BN of one weight for BT tokens: each warp's own columns, then the sum over the warps.
 
-    The loads of the next columns are in flight during a product; WHOLE: a warp's columns are one step, and with STRIDE the next are those
-    of the tile so many further on. Weights do not depend on the kernel before: the first are on their way before the input is there.
+    The loads of the next columns are in flight during a product; WHOLE: they are one step, and with STRIDE the next are those of the tile
+    so many further on. Weights do not depend on the kernel before: the first are on their way before the input is there.
     """
     group_tiles = tl.cdiv(group_rows, BN)
     group = tile // group_tiles
@@ -642,6 +642,11 @@ def few_tokens_kernel(
             )  # fmt: skip
 
 
+def _is_whole(columns: int, warps: int, chunks: int) -> bool:
+    """Whether several chunks of each warp are all columns of a weight, so that a loop would load in vain."""
+    return chunks > 1 and columns <= warps * chunks * COLUMNS
+
+
 def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config: FewConfig | None = None) -> list[Tensor]:
     """One launch: x [T, G K] -> [T, N] per group of weights. Groups after the first are plain and take the input as it is.
 
@@ -672,13 +677,11 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
     more = [(group.data, out, *group.data.shape, n) for group, out, n in zip(groups[1:], outs[1:], tiles[1:], strict=True)]
     (data1, out1, rows1, columns1, tiles1), (data2, out2, rows2, columns2, _) = [*more, absent, absent][:2]
     rows, chunks, parts = ((*config.rows, 16, 16), (*config.chunks, 1, 1), (*(group.parts for group in groups), 1, 1))
+    wholes = [_is_whole(group.data.shape[1], config.warps, n) for group, n in zip(groups, config.chunks, strict=True)]
+    assert not config.programs or wholes == [True], f"{config}: programs of several tiles keep all of one weight's input"
+    wholes += [False, False]
     stride = config.programs if num_groups == token_tiles == 1 else 0
     programs = min(sum(tiles), stride or sum(tiles)) * token_tiles
-    wholes = (
-        *(group.data.shape[1] <= config.warps * COLUMNS * n for group, n in zip(groups, config.chunks, strict=True)),
-        True,
-        True,
-    )
     heights = (group_rows, *(len(group.data) for group in groups[1:]))
     few_tokens_kernel[(programs,)](
         plain, plain.stride(0), source, source.stride(0), scales, 0 if scales is None else scales.stride(0),
@@ -1007,8 +1010,8 @@ def _few_case(
     constants: dict[str, object] = {
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "CHUNKS0": chunks[0], "CHUNKS1": chunks[1],
         "CHUNKS2": chunks[2], "TILE": block, "ROW_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % COLUMNS == 0,
-        "FULL": rows % heights[0] == 0, "WARPS": config.warps, "WHOLE0": -(-columns // 128) * parts <= config.warps * chunks[0],
-        "WHOLE1": -(-columns // 128) <= config.warps * chunks[1], "WHOLE2": -(-columns // 128) <= config.warps * chunks[2], "STRIDE": config.programs,
+        "FULL": rows % heights[0] == 0, "WARPS": config.warps, "WHOLE0": _is_whole(columns * parts, config.warps, chunks[0]),
+        "WHOLE1": _is_whole(columns, config.warps, chunks[1]), "WHOLE2": _is_whole(columns, config.warps, chunks[2]), "STRIDE": config.programs,
     }  # fmt: skip
     absent = ["exponents0", "scales0"] if block is None else []
     absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
