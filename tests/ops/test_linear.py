@@ -512,6 +512,7 @@ def test_routes_follow_from_shapes():
     assert routes(wide, 4) == ["few"] * 4 + ["library"]
     assert routes(short) == routes(plain) == ["few", "few", *["library"] * 3]
     assert kernels.few_config(1, 1024, [(32768, 128, 1)]) == kernels.FewConfig(8, (16,), (2,), 4, 168, 396)
+    assert kernels.few_config(1, 512, [(32768, 32, 1)]).programs == 0  # one chunk per warp
     assert kernels.few_config(1, 8192, [(5120, 32, 1)]) == kernels.FewConfig(8, (16,), (2,), 4, 168)
     assert kernels.few_config(8, 4096, [(1536, 128, 1), (64, None, 1)]) == kernels.FewConfig(8, (16, 16), (4, 2), 8)
     assert kernels.few_config(8, 4096, [(384, None, 1)]) == kernels.FewConfig(8, (8,), (4,), 8)
