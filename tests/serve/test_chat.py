@@ -229,7 +229,12 @@ ITSELF.append(ITSELF)
 ODD = [None, True, 5, -1, 1.5, float("nan"), 10**30, b"x", "\ud800", (), [], {}, {5}, {"a": {5}}, {("a",): 1}, {1: 2, "a": 3}]
 ODD += [object(), NoJSON, ITSELF, {"a": ITSELF}, [[5]], [None], {"type": 5}]
 CALL = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": {"a": 1}}}
-FUNCTION = {"name": "f", "description": "D", "strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+FUNCTION = {
+    "name": "f",
+    "description": "D",
+    "strict": True,
+    "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+}
 CHAT = {
     "messages": [
         {"role": "system", "content": [{"type": "text", "text": "S"}]},
