@@ -87,7 +87,9 @@ def test_params_that_are_none_are_refused(llm, bad):
         llm.generate([[5], [6]], bad)
 
 
-@pytest.mark.parametrize("change", [{"n": "x"}, {"n": 2.0}, {"n": 0}, {"stop": None}, {"temperature": None}, {"seed": "1"}])
+@pytest.mark.parametrize(
+    "change", [{"n": "x"}, {"n": 2.0}, {"n": 0}, {"n": 10**5000}, {"stop": None}, {"temperature": None}, {"seed": "1"}]
+)
 def test_params_changed_to_something_bad_are_refused(llm, change):
     """Before anything is computed, by every way in."""
     params = SamplingParams(max_tokens=2)
@@ -111,6 +113,7 @@ def test_params_changed_to_something_bad_are_refused(llm, change):
         *(
             {"positions": [[]]},
             {"positions": [True]},
+            {"positions": [10**5000]},
             {"chunk_sizes": [1.5, 0.5]},
             {"chunk_sizes": [None]},
             {"chunk_sizes": [0, 2]},

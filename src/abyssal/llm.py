@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import reprlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from abyssal.config import EngineConfig, from_sources
 from abyssal.engine.engine import Engine
 from abyssal.engine.output import CompletionOutput, OutputDelta, OutputProcessor, RequestOutput
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams, check_ids
-from abyssal.errors import EngineDeadError, RequestError
+from abyssal.errors import EngineDeadError, RequestError, show
 from abyssal.serve.answer import ChatProcessor
 from abyssal.serve.chat import load_chat_format
 from abyssal.serve.conversation import Conversation, parse_messages, parse_tools
@@ -157,7 +156,7 @@ class LLM:
         """
         ids, config = _integers("token_ids", token_ids), self.engine.config
         if not isinstance(reuse_prefix, bool):
-            raise RequestError(f"reuse_prefix={reprlib.repr(reuse_prefix)} must be True or False", param="reuse_prefix")
+            raise RequestError(f"reuse_prefix={show(reuse_prefix)} must be True or False", param="reuse_prefix")
         if reuse_prefix and not config.enable_prefix_caching:
             raise RequestError("reuse_prefix=True needs enable_prefix_caching, which is off", param="reuse_prefix")
         most = config.max_num_batched_tokens
@@ -168,9 +167,7 @@ class LLM:
             )
         wanted = list(range(len(ids))) if positions is None else _integers("positions", positions)
         if bad := [p for p in wanted if type(p) is not int or not 0 <= p < len(ids)]:
-            raise RequestError(
-                f"position {reprlib.repr(bad[0])} is none of the {len(ids)} tokens; they count from 0", param="positions"
-            )
+            raise RequestError(f"position {show(bad[0])} is none of the {len(ids)} tokens; they count from 0", param="positions")
         rows = sorted(set(wanted))
         with self._turn():
             logits = self.engine.score(ids, sizes, rows, reuse_prefix)
@@ -205,7 +202,7 @@ class LLM:
         tokenizer = self._require_tokenizer()
         known = parse_tools(tools)
         if not isinstance(thinking, bool | None):
-            raise RequestError(f"thinking={reprlib.repr(thinking)} must be True, False or None", param="thinking")
+            raise RequestError(f"thinking={show(thinking)} must be True, False or None", param="thinking")
         conversation = Conversation(
             tuple(parse_messages(messages)),
             known,
