@@ -165,7 +165,7 @@ def build(cls: type[C], given: Mapping[str, Any], env: Mapping[str, str]) -> C:
     specs = {spec.name: spec for spec in option_specs(cls)}
     for name in given:
         if name not in specs:
-            raise ConfigError(f"unknown option {name!r}{_hint(name, specs)}")
+            raise ConfigError(f"unknown option {name!r}{hint(name, specs)}")
     values = {}
     for name, spec in specs.items():
         if (value := given.get(name)) is not None:
@@ -180,10 +180,11 @@ def check_environment(env: Mapping[str, str], classes: Iterable[type]) -> None:
     known = {spec.env for cls in classes for spec in option_specs(cls)} | set(OTHER_VARIABLES)
     for name in env:
         if name.startswith(ENV_PREFIX) and name not in known:
-            raise ConfigError(f"unknown environment variable {name}{_hint(name, known)}")
+            raise ConfigError(f"unknown environment variable {name}{hint(name, known)}")
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
+def hint(name: str, known: Iterable[str]) -> str:
+    """The end of a message about the unknown `name`: the closest of the `known` ones, or all of them."""
     shown = {other.removeprefix(ENV_PREFIX): other for other in sorted(known)}  # what all share says nothing
     close = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), shown, n=1)
     return f"; did you mean {shown[close[0]]!r}?" if close else f"; known: {', '.join(sorted(known))}"

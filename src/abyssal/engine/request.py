@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from abyssal.errors import RequestError, show
+from abyssal.options import hint
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -26,7 +27,7 @@ class SamplingParams:
     """How tokens are chosen. Names and defaults are those of the OpenAI API and vLLM; `validate` states the ranges.
 
     Raises:
-        RequestError: a value has the wrong type or is out of range, or two contradict each other.
+        RequestError: a name is unknown, a value has the wrong type or is out of range, or two contradict each other.
     """
 
     n: int = 1
@@ -41,13 +42,19 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     logprobs: int | None = None  # top alternatives per generated token; 0 = the chosen one only
     prompt_logprobs: int | None = None
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list)  # one string is accepted and becomes a list
     stop_token_ids: list[int] = field(default_factory=list)
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     max_tokens: int | None = None  # None = as many as fit
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        for name in named:
+            if name not in cls.__slots__:
+                raise RequestError(f"unknown parameter {show(name)}{hint(name, cls.__slots__)}", param=name)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self.validate()
@@ -58,9 +65,11 @@ class SamplingParams:
         return replace(self, n=1, seed=seed)
 
     def validate(self) -> None:
-        """Check every field by itself, then those that can contradict each other; -1 for `top_k` becomes 0."""
+        """Check every field by itself, then those that can contradict each other; -1 for `top_k` becomes 0, a string for `stop` a list."""
         if type(self.top_k) is int and self.top_k == -1:
             self.top_k = 0
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
         for name, (low, high) in _INT_RANGES.items():
             _check_int(name, getattr(self, name), low, high)
         for name, (low, high) in _OPTIONAL_INT_RANGES.items():
