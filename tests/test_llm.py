@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +168,18 @@ def test_an_error_amid_a_run_drops_it_alone(llm, monkeypatch):
 
 
 def in_threads(calls: list[Any]) -> list[Any]:
-    """Results of `calls`, each in a thread of its own."""
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(timeout=60) for future in [pool.submit(call) for call in calls]]
+    """Results of `calls`, each in a thread of its own, which nobody waits for when it hangs."""
+
+    def run(call: Any, future: Future[Any]) -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    futures: list[Future[Any]] = [Future() for _ in calls]
+    for pair in zip(calls, futures, strict=True):
+        threading.Thread(target=run, args=pair, daemon=True).start()
+    return [future.result(timeout=60) for future in futures]
 
 
 def test_threads_get_the_tokens_of_each_alone(llm):
@@ -236,6 +245,41 @@ def test_a_stream_that_the_garbage_collector_ends_amid_a_step_breaks_nothing(llm
 
         monkeypatch.setattr(llm.engine, "step", collecting)
         assert tokens(llm, PROMPTS) == alone
+
+
+def test_a_call_amid_a_step_of_the_same_thread_is_refused(llm, monkeypatch):
+    """As of a signal handler: it would wait for itself."""
+    alone, step, told = tokens(llm, PROMPTS), llm.engine.step, []
+
+    def interrupted() -> Any:
+        monkeypatch.undo()
+        for call in (lambda: tokens(llm, PROMPTS), lambda: llm.logits([5])):
+            with pytest.raises(RequestError, match="amid a step") as caught:
+                call()
+            told.append(caught.value)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    assert in_threads([lambda: tokens(llm, PROMPTS)]) == [alone]
+    assert len(told) == 2
+
+
+def test_a_signal_handler_may_close_and_leave_amid_a_step(folder, monkeypatch):
+    llm = make(folder)
+
+    def interrupted() -> Any:
+        llm.close()
+        raise SystemExit(3)
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+
+    def run() -> None:
+        with pytest.raises(SystemExit):
+            tokens(llm, PROMPTS)
+        with pytest.raises(EngineDeadError, match="closed"):
+            tokens(llm, PROMPTS)
+
+    in_threads([run])
 
 
 def test_what_others_ask_of_the_engine_is_theirs(llm):

@@ -54,6 +54,7 @@ class LLM:
         self._dropped: deque[str] = deque()  # requests that nobody waits for; they leave the engine when no turn is under way
         self._lock = threading.Lock()  # held during a turn
         self._next = threading.Lock()  # held by who has the next turn
+        self._threads: set[int] = set()  # that have a turn or wait for one
 
     def __enter__(self) -> Self:
         return self
@@ -63,10 +64,16 @@ class LLM:
 
     def close(self) -> None:
         """Release weights and caches. The object cannot be used afterwards, save to close it again."""
-        with self._turn():
-            if self._engine is not None:
-                self._engine.close()
-            self._engine = None
+        if threading.get_ident() in self._threads:  # a signal handler, which interrupts the turn and may not let it go on
+            self._close()
+        else:
+            with self._turn():
+                self._close()
+
+    def _close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -240,13 +247,26 @@ class LLM:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """The engine is this thread's alone. Who waits has the next turn, even if the thread of the last one asks again at once."""
-        with self._next:
-            self._lock.acquire()
+        """The engine is this thread's alone. Who waits has the next turn, even if the thread of the last one asks again at once.
+
+        Raises:
+            RequestError: the thread has a turn already.
+        """
+        thread = threading.get_ident()
+        if thread in self._threads:
+            raise RequestError(
+                "a signal handler or destructor called this LLM amid a step of the same thread; call it from another"
+            )
         try:
-            yield
+            self._threads.add(thread)
+            with self._next:
+                self._lock.acquire()
+            try:
+                yield
+            finally:
+                self._lock.release()
         finally:
-            self._lock.release()
+            self._threads.discard(thread)
             self._drop()
 
     def _drop(self) -> None:
