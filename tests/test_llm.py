@@ -173,7 +173,7 @@ def in_threads(calls: list[Any]) -> list[Any]:
     def run(call: Any, future: Future[Any]) -> None:
         try:
             future.set_result(call())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  failures of pytest too
             future.set_exception(error)
 
     futures: list[Future[Any]] = [Future() for _ in calls]
