@@ -223,8 +223,7 @@ def make_call(call_id: Any, name: Any, arguments: Any, where: str) -> ToolCall:
     )
     for key, value in (parse_arguments(call.arguments) or {}).items():
         check_key(key, f"{where}.function.arguments")
-        path = f"{where}.function.arguments"
-        check_text(value if isinstance(value, str) else dump_json(value, path), path)
+        check_text(value if isinstance(value, str) else dump_json(value, where), f"{where}.function.arguments")
     return call
 
 
@@ -278,8 +277,7 @@ def parse_tools(raw: Any, where: str = "tools") -> tuple[Tool, ...]:
                 f"{where}[{i}] of type {reprlib.repr(kind)} is not supported; use {{type: 'function', function: {{name, ...}}}}",
                 param=f"{where}[{i}]",
             )
-        if unknown := entry.keys() - {"type", "function"}:
-            raise RequestError(f"{where}[{i}] has the unknown key {reprlib.repr(min(unknown, key=repr))}", param=f"{where}[{i}]")
+        check_keys(entry, {"type", "function"}, f"{where}[{i}]")
         tools.append(make_tool(entry["function"], f"{where}[{i}].function"))
     return check_tools(tools, where)
 
@@ -293,8 +291,7 @@ def make_tool(function: dict[str, Any], where: str, schema_key: str = "parameter
     Raises:
         RequestError: a name cannot be written in the model's format, or a value is of the wrong type.
     """
-    if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
-        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown, key=repr))}", param=where)
+    check_keys(function, {"name", "description", "parameters", "strict"}, where)
     name = check_name(function.get("name"), f"{where}.name")
     if function.get("description") is not None:
         check_text(function["description"], f"{where}.description")
@@ -385,6 +382,12 @@ def schema_format(raw: Any, where: str) -> ResponseFormat:
         raise RequestError(f"{path} must be a JSON schema", param=path)
     check_text(dump_json(raw["schema"], path), path)
     return ResponseFormat(raw["schema"], path)
+
+
+def check_keys(raw: dict[str, Any], known: set[str], where: str) -> None:
+    """Refuse what the object at `where` holds beside the keys `known`."""
+    if unknown := raw.keys() - known:
+        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown, key=repr))}", param=where)
 
 
 # Text
