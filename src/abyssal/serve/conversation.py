@@ -203,10 +203,10 @@ def _tool_call(raw: Any, where: str) -> ToolCall:
     if not isinstance(raw, dict) or not isinstance(function, dict) or raw.get("type", "function") != "function":
         raise RequestError(f"{where} must be {{id, type: 'function', function: {{name, arguments}}}}", param=where)
     if unknown := (raw.keys() - {"id", "type", "function", "index"}) | (function.keys() - {"name", "arguments"}):
-        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown))}", param=where)
+        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown, key=repr))}", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, dict):  # some proxies send the object itself
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = dump_json(arguments, f"{where}.function.arguments")
     return make_call(raw.get("id"), function.get("name"), "{}" if arguments is None else arguments, where)
 
 
@@ -223,7 +223,7 @@ def make_call(call_id: Any, name: Any, arguments: Any, where: str) -> ToolCall:
     )
     for key, value in (parse_arguments(call.arguments) or {}).items():
         check_key(key, f"{where}.function.arguments")
-        check_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), f"{where}.function.arguments")
+        check_text(value if isinstance(value, str) else dump_json(value, where), f"{where}.function.arguments")
     return call
 
 
@@ -277,8 +277,7 @@ def parse_tools(raw: Any, where: str = "tools") -> tuple[Tool, ...]:
                 f"{where}[{i}] of type {reprlib.repr(kind)} is not supported; use {{type: 'function', function: {{name, ...}}}}",
                 param=f"{where}[{i}]",
             )
-        if unknown := entry.keys() - {"type", "function"}:
-            raise RequestError(f"{where}[{i}] has the unknown key {reprlib.repr(min(unknown))}", param=f"{where}[{i}]")
+        check_keys(entry, {"type", "function"}, f"{where}[{i}]")
         tools.append(make_tool(entry["function"], f"{where}[{i}].function"))
     return check_tools(tools, where)
 
@@ -292,8 +291,7 @@ def make_tool(function: dict[str, Any], where: str, schema_key: str = "parameter
     Raises:
         RequestError: a name cannot be written in the model's format, or a value is of the wrong type.
     """
-    if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
-        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown))}", param=where)
+    check_keys(function, {"name", "description", "parameters", "strict"}, where)
     name = check_name(function.get("name"), f"{where}.name")
     if function.get("description") is not None:
         check_text(function["description"], f"{where}.description")
@@ -386,6 +384,12 @@ def schema_format(raw: Any, where: str) -> ResponseFormat:
     return ResponseFormat(raw["schema"], path)
 
 
+def check_keys(raw: dict[str, Any], known: set[str], where: str) -> None:
+    """Refuse what the object at `where` holds beside the keys `known`."""
+    if unknown := raw.keys() - known:
+        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown, key=repr))}", param=where)
+
+
 # Text
 
 
@@ -433,11 +437,17 @@ def is_carried(name: str) -> bool:
 
 
 def dump_json(value: Any, where: str) -> str:
-    """As the model's format writes JSON: separators with a space, nothing escaped that need not be."""
+    """As the model's format writes JSON: separators with a space, nothing escaped that need not be.
+
+    Raises:
+        RequestError: it is nested too deeply, or holds a Python object that JSON does not have.
+    """
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
         raise RequestError(f"{where} is nested too deeply", param=where) from error
+    except (TypeError, ValueError) as error:  # ValueError: an object holds itself
+        raise RequestError(f"{where} is no JSON: {error}", param=where) from error
 
 
 def _content(content: Any, role: str, where: str) -> str:
