@@ -400,6 +400,7 @@ def attend_kernel(
 @gluon.jit
 def place(tile, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
     """Token, split and first head of a tile."""
+    gl.assume(tile >= 0)
     token, split = tile // HEAD_BLOCKS, 0
     if PARTIAL:
         split = token % work.count
@@ -603,7 +604,6 @@ def add_right(
     gdc_wait()
     copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, work.programs):
-        token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         BLOCK: gl.constexpr = right.shape[1]
         blocks = blocks_of_tile(tile, work, BLOCK, HEAD_BLOCKS, PARTIAL)
         acc = warpgroup_mma_init(gl.zeros([64, HALF], gl.float32, OUTPUT))
@@ -626,6 +626,7 @@ def add_right(
             copy_queries(tile + work.programs, queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(of_right.empty.index((n - 1) & 1), pred=blocks > 0)
+        token, split, first_head = place(here(tile), work, HEAD_BLOCKS, PARTIAL)
         if PARTIAL:
             store_part(1, acc, to, part_of(token, split, work), first_head, work.heads)
         else:
@@ -638,6 +639,8 @@ def add_right(
 def store_half(SIDE: gl.constexpr, acc, factor, to, token, first_head, heads):
     """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 of bf16."""
     TYPE: gl.constexpr = to.rows.dtype.element_ty
+    gl.assume(to.stride_t >= 0)  # or the compiler would keep their signs
+    gl.assume(to.stride_h >= 0)
     ROWS: gl.constexpr = OUTPUT_ROWS if TYPE.primitive_bitwidth == 16 else OUTPUT
     out_row = to.rows + token.to(gl.int64) * to.stride_t + first_head.to(gl.int64) * to.stride_h
     values = gl.convert_layout((acc * gl.expand_dims(factor, 1)).to(TYPE), ROWS)
@@ -672,16 +675,17 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
     """Begin to copy a tile's queries to shared memory."""
     token, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY)), 0)
-    rows = here(gl.arange(0, 8, layout=gl.SliceLayout(1, COPY)))
-    of_rows = wide_product(token, queries.stride_t) + wide_product(first_head + rows, queries.stride_h)
-    pointers = gl.expand_dims(queries.rows + gl.multiple_of(of_rows, 8), 1) + columns
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
+    gl.assume(queries.stride_t >= 0)
+    gl.assume(queries.stride_h >= 0)
+    q_row = queries.rows + token.to(gl.int64) * queries.stride_t + first_head.to(gl.int64) * queries.stride_h
     for first in gl.static_range(0, 64, 8):
-        mask = gl.expand_dims(rows < work.heads - first_head - first, 1)
+        rows = here(gl.arange(first, first + 8, layout=gl.SliceLayout(1, COPY)))
+        pointers = gl.expand_dims(q_row + rows.to(gl.int64) * queries.stride_h, 1) + gl.expand_dims(columns, 0)
+        mask = gl.expand_dims(rows < work.heads - first_head, 1)
         for side in gl.static_range(2):
             to = q_smem.slice(first, 8).slice(side * HALF, HALF, dim=1)
             async_copy.async_copy_global_to_shared(to, pointers + side * HALF, mask=mask)
-        pointers += queries.stride_h * 8
     async_copy.mbarrier_arrive(q_full.index(0))
     mbarrier.arrive(q_full.index(0))
 
