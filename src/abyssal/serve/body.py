@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from abyssal.errors import RequestError
 from abyssal.serve.errors import HttpError
 from abyssal.serve.schemas import Body
-from abyssal.serve.streams import ClientLeft
+from abyssal.serve.streams import ClientLeft, in_thread
 
 MAX_BODY_BYTES = 64 << 20  # a million token ids take 7 MiB, the text of as many less
+MAX_PARTS = 2 << 20  # commas and opening brackets, which bound the values; twice the ids of a million tokens
 MAX_NAMES = 10_000  # of one object; no field needs more, and each unknown one costs an error
 
 B = TypeVar("B", bound=Body)
@@ -31,7 +32,11 @@ async def read_body(request: Request, schema: type[B]) -> B:
     if media_type != "application/json":
         message = f"content type {media_type[:80]!r} is not supported; send the header 'Content-Type: application/json'"
         raise HttpError(415, message, "invalid_request_error", code="unsupported_media_type")
-    raw = parse_object(await _receive_all(request))
+    return await in_thread(request.receive, _parse, await _receive_all(request), schema)
+
+
+def _parse(data: bytes, schema: type[B]) -> B:
+    raw = parse_object(data)
     schema.drop_unsupported(raw)
     try:
         return schema.model_validate(raw)
@@ -55,11 +60,13 @@ async def _receive_all(request: Request) -> bytes:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """A JSON object as RFC 8259 has it; a name given twice, too many names, NaN and infinities are refused.
+    """A JSON object as RFC 8259 has it; a name given twice, too many names or values, NaN and infinities are refused.
 
     Raises:
         RequestError: it is not one.
     """
+    if (parts := sum(map(data.count, (b",", b"[", b"{")))) > MAX_PARTS:  # no other thread runs while lists are parsed
+        raise RequestError(f"the body holds {parts} commas and opening brackets; at most {MAX_PARTS} are allowed, send less")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError as error:

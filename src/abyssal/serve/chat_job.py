@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from abyssal.engine.output import CompletionOutput
 from abyssal.engine.request import Grammar, RequestUpdate, SamplingParams
@@ -11,7 +12,7 @@ from abyssal.serve.answer import ChatDelta, ChatProcessor
 from abyssal.serve.context import Server
 from abyssal.serve.conversation import Conversation
 from abyssal.serve.generation import Job
-from abyssal.serve.structure import answer_format
+from abyssal.serve.structure import Format, answer_format
 from abyssal.tokenizer import DSML, END_THINK, THINK
 
 
@@ -42,39 +43,50 @@ class ChatJob(Job[ChatDelta]):
 
 
 async def start_chat(
-    server: Server, conversation: Conversation, params: SamplingParams, where: str = "messages", cache_salt: str | None = None
+    server: Server,
+    conversation_of: Callable[[], Conversation],
+    params: SamplingParams,
+    where: str = "messages",
+    cache_salt: str | None = None,
 ) -> ChatJob:
     """The job of a conversation, checked as far as that is possible before the engine has it.
 
     Args:
+        conversation_of: checks the request and gives the conversation; called in a thread, since a long one takes seconds.
         where: the request's field that holds the messages.
 
     Raises:
         RequestError: it cannot be served as asked.
     """
-    ids = await encode(server, conversation)
     try:
-        job = ChatJob(server, conversation, ids, params, cache_salt, await _grammar(server, conversation, ids))
+        conversation, ids, tag = await asyncio.to_thread(_prepare, server, conversation_of)
+        grammar = await _grammar(server, conversation, ids, tag)
+        return await asyncio.to_thread(ChatJob, server, conversation, ids, params, cache_salt, grammar)
     except RequestError as error:
         error.param = where if error.param in ("prompt", "messages") else error.param
         raise
-    return job
 
 
-async def encode(server: Server, conversation: Conversation) -> list[int]:
-    """The prompt's ids; in a thread, since a long one takes seconds."""
-    return await asyncio.to_thread(server.chat.encode, server.require_tokenizer("messages"), conversation)
-
-
-async def _grammar(server: Server, conversation: Conversation, ids: list[int]) -> Grammar | None:
+def _prepare(server: Server, conversation_of: Callable[[], Conversation]) -> tuple[Conversation, list[int], Format | None]:
+    """(conversation, prompt, what the answer must follow)."""
+    conversation = conversation_of()
     tokenizer = server.require_tokenizer("messages")
-    where = "tools" if conversation.response_format is None else conversation.response_format.where
+    ids = server.chat.encode(tokenizer, conversation)
     try:
-        tag = answer_format(conversation, server.chat.release, tokenizer.find_special(DSML))
+        return conversation, ids, answer_format(conversation, server.chat.release, tokenizer.find_special(DSML))
     except RecursionError as error:
+        where = _schema_field(conversation)
         raise RequestError(f"{where}: a schema refers to itself without end", param=where) from error
+
+
+async def _grammar(server: Server, conversation: Conversation, ids: list[int], tag: Format | None) -> Grammar | None:
     if tag is None:
         return None
-    key, compiled = await server.grammars.compile(tag, where)
+    tokenizer = server.require_tokenizer("messages")
+    key, compiled = await server.grammars.compile(tag, _schema_field(conversation))
     thinks = ids[-1] == tokenizer.find_special(THINK)
     return Grammar(key, compiled, after=tokenizer.special_id(END_THINK) if thinks else None)
+
+
+def _schema_field(conversation: Conversation) -> str:
+    return "tools" if conversation.response_format is None else conversation.response_format.where

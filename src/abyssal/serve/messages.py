@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -38,7 +39,7 @@ from abyssal.serve.conversation import (
 from abyssal.serve.errors import anthropic_error_body
 from abyssal.serve.generation import Form, answer
 from abyssal.serve.schemas import MessagesBody
-from abyssal.serve.streams import named_event
+from abyssal.serve.streams import named_event, while_connected
 
 
 async def create_message(request: Request) -> Response:
@@ -47,7 +48,7 @@ async def create_message(request: Request) -> Response:
         record = stack.enter_context(server.metrics.request("messages"))
         body = await read_body(request, MessagesBody)
         server.require_model(body.model)
-        job = await start_chat(server, _conversation(body), _params(server, body))
+        job = await while_connected(request.receive, start_chat(server, partial(_conversation, body), _params(server, body)))
         return await answer(job, MessagesForm(job), request, bool(body.stream), record, stack)
 
 

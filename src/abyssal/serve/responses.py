@@ -5,6 +5,8 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 from fastapi import Request, Response
@@ -36,7 +38,7 @@ from abyssal.serve.conversation import (
 from abyssal.serve.errors import error_body
 from abyssal.serve.generation import Form, answer
 from abyssal.serve.schemas import ResponsesBody
-from abyssal.serve.streams import named_event
+from abyssal.serve.streams import named_event, while_connected
 
 ECHOED = ("metadata", "text", "tool_choice", "tools", "user")  # fields that the answer repeats as they came
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -48,9 +50,8 @@ async def create_response(request: Request) -> Response:
         record = stack.enter_context(server.metrics.request("responses"))
         body = await read_body(request, ResponsesBody)
         server.require_model(body.model)
-        job = await start_chat(server, _conversation(server, body), _params(server, body), "input")
-        for name in ECHOED:
-            check_text(dump_json(getattr(body, name), name), name)
+        start = start_chat(server, partial(_conversation, server, body), _params(server, body), "input")
+        job = await while_connected(request.receive, start)
         return await answer(job, ResponsesForm(job, body), request, bool(body.stream), record, stack)
 
 
@@ -68,7 +69,10 @@ def _conversation(server: Server, body: ResponsesBody) -> Conversation:
     if isinstance(raw, dict) and raw.get("type") == "function":
         raw = {"type": "function", "function": {"name": raw.get("name")}}
     choice = parse_tool_choice(raw, body.parallel_tool_calls, tools)
-    return Conversation(tuple(_messages(body)), tools, choice, _format(body.text), thinking, effort)
+    conversation = Conversation(tuple(_messages(body)), tools, choice, _format(body.text), thinking, effort)
+    for name in ECHOED:
+        check_text(dump_json(getattr(body, name), name), name)
+    return conversation
 
 
 def _format(text: Any) -> ResponseFormat | None:
@@ -114,20 +118,21 @@ def _messages(body: ResponsesBody) -> list[Message]:
     raw = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not isinstance(raw, list) or not raw:
         raise RequestError("input must be a text or a non-empty list of items", param="input")
-    for i, item in enumerate(raw):
-        message = _item(item, f"input[{i}]")
-        last = messages[-1] if messages else None
-        if message.role == "assistant" and last is not None and last.role == "assistant":
-            messages[-1] = Message(
-                "assistant",
-                last.content + message.content,
-                last.reasoning + message.reasoning,
-                tool_calls=last.tool_calls + message.tool_calls,
-            )
-        else:
-            messages.append(message)
+    items = (_item(item, f"input[{i}]") for i, item in enumerate(raw))
+    for role, group in groupby(items, key=lambda message: message.role):
+        run = [*group]
+        messages += [_joined(run)] if role == "assistant" else run
     check_last(messages)
     return messages
+
+
+def _joined(items: list[Message]) -> Message:
+    return Message(
+        "assistant",
+        "".join(item.content for item in items),
+        "".join(item.reasoning for item in items),
+        tool_calls=tuple(call for item in items for call in item.tool_calls),
+    )
 
 
 def _item(item: Any, where: str) -> Message:
