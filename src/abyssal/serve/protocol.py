@@ -6,7 +6,6 @@ differ in a few facts, held by `Release`, and in their long texts, held by `Text
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -217,7 +216,7 @@ def render_calls(calls: Sequence[ToolCall], release: Release) -> list[Segment]:
         segments += ["\n<", DSML, f'{release.invoke} name="{call.name}">\n']
         arguments = parse_arguments(call.arguments)
         for i, (key, value) in enumerate(({"arguments": call.arguments} if arguments is None else arguments).items()):
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text = value if isinstance(value, str) else dump_json(value, "messages")
             kind = "true" if isinstance(value, str) else "false"
             segments += ["\n<" if i else "<", DSML, f'{release.parameter} name="{key}" string="{kind}">{text}</', DSML]
             segments.append(f"{release.parameter}>")
