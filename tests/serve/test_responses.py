@@ -84,6 +84,22 @@ def test_items_of_an_answer(step: int) -> None:
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
 
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+def test_items_stand_in_the_order_of_the_answer(step: int) -> None:
+    """Whole and streamed alike, when thoughts come again after text, wherever the length ends it, and however many tokens a step brings."""
+    app = app_of(
+        ScriptedClient(says(f"t1</think>c1<think>t2</think>c2<think></think><think>t3\n\n{CALL}"), step=step),
+        checkpoint_thinks=True,
+    )
+    items = same(app, tools=[TOOL])["output"]
+    assert [item.get("content", [{"text": item.get("arguments")}])[0]["text"] for item in items] == [
+        "t1", "c1", "t2", "c2", "t3", '{"x": "a \\"b\\""}', "{}",
+    ]  # fmt: skip
+    for limit in range(1, 80, 9):
+        cut = same(app, tools=[TOOL], max_output_tokens=limit)
+        assert len(cut["output"]) <= 7 and {item["status"] for item in cut["output"][:-1]} <= {"completed"}
+
+
 def test_an_answer_cut_off_is_incomplete() -> None:
     response = same(app_of(ScriptedClient(says("one two three"))), max_output_tokens=2)
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from abyssal.engine.output import CompletionOutput
 from abyssal.engine.request import Grammar, RequestUpdate, SamplingParams
 from abyssal.errors import RequestError
-from abyssal.serve.answer import ChatDelta, ChatProcessor
+from abyssal.serve.answer import ChatDelta, ChatProcessor, Part, add_part
 from abyssal.serve.context import Server
 from abyssal.serve.conversation import Conversation
 from abyssal.serve.generation import Job
@@ -33,11 +33,14 @@ class ChatJob(Job[ChatDelta]):
         self.tokenizer = server.require_tokenizer("messages")
         self._processors = [ChatProcessor(self.tokenizer, params, ids, conversation) for _ in self.requests]
         self.outputs = [CompletionOutput(i) for i in range(len(self.requests))]
+        self.parts: list[list[Part]] = [[] for _ in self.requests]  # of each output, in their order
         self.reasoning_tokens = 0
 
     def push(self, index: int, update: RequestUpdate) -> ChatDelta:
         delta = self._processors[index].push(update)
         self.outputs[index].add(delta)
+        for part in delta.parts:
+            add_part(self.parts[index], part)
         self.reasoning_tokens += delta.num_reasoning_tokens
         return delta
 
