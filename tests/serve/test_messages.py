@@ -186,6 +186,7 @@ def test_no_calls_and_json() -> None:
     {"tools": [{"name": "f"}]}, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, {"tools": [{**TOOL, "name": 'a"b'}]}, {"tools": {}},
     {"tool_choice": {"type": "any"}}, {"tool_choice": "auto", "tools": [TOOL]}, {"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]},
     {"thinking": {"type": "maybe"}}, {"thinking": True}, {"output_config": {"effort": "huge"}}, {"output_config": {"format": {"type": "xml"}}},
+    {"output_config": {"format": {"type": "json_schema", "schema": {}, "z": 1}}}, {"tool_choice": {"type": "tool"}, "tools": [TOOL]},
     {"output_config": {"effort": "max"}, **THINKS}, {"mcp_servers": [{}]}, {"stop_sequences": [""]},
 ])  # fmt: skip
 def test_bad_requests_are_refused_in_their_shape(body: dict[str, Any]) -> None:

@@ -156,11 +156,15 @@ def test_efforts_decide_on_thinking() -> None:
     ({"input": [{"type": "function_call", "call_id": "1", "name": 'a"', "arguments": "{}"}]}, "input[0].function.name"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"), ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0]"), ({"tool_choice": "required"}, "tool_choice"),
+    *(({"tools": [TOOL], "tool_choice": {"type": "function", **name}}, "tool_choice.name") for name in ({}, {"name": None}, {"name": 7})),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f", "z": 1}}, "tool_choice"),
+    ({"text": {"format": {"type": "json_object", "z": 1}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}, "z": 1}}}, "text.format"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),
     ({"text": {"format": {"type": "xml"}}}, "text.format"), ({"text": "x"}, "text"), ({"reasoning": {"effort": "huge"}}, "reasoning_effort"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format.schema.not"), ({"n": 2}, "n"),
     ({"user": "\ud800"}, "user"), ({"metadata": {"a": "\udc00"}}, "metadata"), ({"metadata": {"\ud800": "a"}}, "metadata"),
-    ({"text": {"format": {"type": "text", "x": "\ud800"}}}, "text"), ({"text": {"verbosity": "\ud800"}}, "text"),
+    ({"text": {"format": {"type": "text", "x": "\ud800"}}}, "text.format"), ({"text": {"verbosity": "\ud800"}}, "text"),
 ])  # fmt: skip
 def test_bad_requests_are_named(body: dict[str, Any], param: str) -> None:
     client = ScriptedClient(says("Hi"))

@@ -316,6 +316,7 @@ def test_what_the_server_answers_it_takes_back(path: str, name: str, key: str, v
 
 # Bad input
 
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "stop"}}
 NAMES = ["", 'a"b', "a\nb", "<a>", "x" * 257, None, 7, "a\ud800"]
 
 
@@ -334,7 +335,14 @@ def test_tool_names_that_the_format_cannot_carry(name: Any) -> None:
     ({"tools": [{"type": "function", "function": {"name": "f", "description": "\ud800"}}]}, "tools[0].function.description"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS}, "tool_choice"),
-    ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"), ({"tool_choice": 1, "tools": TOOLS}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"), ({"tool_choice": NAMED | {"z": 1}, "tools": TOOLS}, "tool_choice"),
+    *(({"tool_choice": {"type": "function", "function": {"name": name}}, "tools": TOOLS}, "tool_choice.function.name") for name in (None, 7, ["f"])),
+    ({"tool_choice": {"type": "function", "function": {}}, "tools": TOOLS}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "function", "function": {"name": "stop", "z": 1}}, "tools": TOOLS}, "tool_choice.function"),
+    ({"response_format": {"type": "text", "z": 1}}, "response_format"), ({"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "z": 1}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "shema": 1}}}, "response_format.json_schema"),
+ ({"tool_choice": 1, "tools": TOOLS}, "tool_choice"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"), ({"response_format": "json"}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format"), ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}, "response_format.json_schema.schema"),

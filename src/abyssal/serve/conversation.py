@@ -291,8 +291,7 @@ def parse_tools(raw: Any, where: str = "tools") -> tuple[Tool, ...]:
                 f"{where}[{i}] of type {reprlib.repr(kind)} is not supported; use {{type: 'function', function: {{name, ...}}}}",
                 param=f"{where}[{i}]",
             )
-        if unknown := entry.keys() - {"type", "function"}:
-            raise RequestError(f"{where}[{i}] has the unknown key {reprlib.repr(min(unknown))}", param=f"{where}[{i}]")
+        check_keys(entry, {"type", "function"}, f"{where}[{i}]")
         tools.append(make_tool(entry["function"], f"{where}[{i}].function"))
     return check_tools(tools, where)
 
@@ -306,8 +305,7 @@ def make_tool(function: dict[str, Any], where: str, schema_key: str = "parameter
     Raises:
         RequestError: a name cannot be written in the model's format, or a value is of the wrong type.
     """
-    if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
-        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown))}", param=where)
+    check_keys(function, {"name", "description", "parameters", "strict"}, where)
     name = check_name(function.get("name"), f"{where}.name")
     if function.get("description") is not None:
         check_text(function["description"], f"{where}.description")
@@ -355,7 +353,9 @@ def parse_tool_choice(raw: Any, parallel: bool | None, tools: Sequence[Tool]) ->
             f"tool_choice={reprlib.repr(raw)} is not supported; use auto, none, required or {{type: 'function', function: {{name}}}}",
             param="tool_choice",
         )
-    return choose_required(choice, function.get("name"), tools)
+    check_keys(raw, {"type", "function"}, "tool_choice")
+    check_keys(function, {"name"}, "tool_choice.function")
+    return choose_required(choice, check_text(function.get("name"), "tool_choice.function.name"), tools)
 
 
 def choose_required(choice: ToolChoice, name: str | None, tools: Sequence[Tool]) -> ToolChoice:
@@ -378,26 +378,33 @@ def parse_response_format(raw: Any) -> ResponseFormat | None:
     if raw is None:
         return None
     kind = raw.get("type") if isinstance(raw, dict) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return ResponseFormat()
+    if kind in ("text", "json_object"):
+        check_keys(raw, {"type"}, "response_format")
+        return ResponseFormat() if kind == "json_object" else None
     if kind != "json_schema":
         raise RequestError(
             f"response_format={reprlib.repr(raw)} is not supported; use {{type: text}}, {{type: json_object}} or {{type: json_schema, "
             "json_schema: {name, schema}}",
             param="response_format",
         )
-    return schema_format(raw.get("json_schema"), "response_format.json_schema")
+    check_keys(raw, {"type", "json_schema"}, "response_format")
+    return schema_format(raw.get("json_schema"), "response_format.json_schema", {"name", "description", "strict"})
 
 
-def schema_format(raw: Any, where: str) -> ResponseFormat:
-    """A format from the object that holds `schema`."""
+def schema_format(raw: Any, where: str, known: set[str]) -> ResponseFormat:
+    """A format from the object that holds `schema`, and may hold the keys `known` beside it."""
     path = f"{where}.schema"
     if not isinstance(raw, dict) or not isinstance(raw.get("schema"), dict | bool):
         raise RequestError(f"{path} must be a JSON schema", param=path)
+    check_keys(raw, {"schema", *known}, where)
     check_text(dump_json(raw["schema"], path), path)
     return ResponseFormat(raw["schema"], path)
+
+
+def check_keys(raw: dict[str, Any], known: set[str], where: str) -> None:
+    """Refuse what the object at `where` holds beside the keys `known`."""
+    if unknown := raw.keys() - known:
+        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown))}", param=where)
 
 
 # Text

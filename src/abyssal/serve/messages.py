@@ -88,7 +88,7 @@ def _format(config: dict[str, Any]) -> ResponseFormat | None:
         return None
     if not isinstance(raw, dict) or raw.get("type") != "json_schema":
         raise RequestError("output_config.format must be {type: json_schema, schema}", param="output_config.format")
-    return schema_format(raw, "output_config.format")
+    return schema_format(raw, "output_config.format", {"type", "name"})
 
 
 def _tools(raw: Any) -> tuple[Tool, ...]:

@@ -25,6 +25,7 @@ from abyssal.serve.conversation import (
     ResponseFormat,
     Tool,
     ToolCall,
+    check_keys,
     check_last,
     check_text,
     check_tools,
@@ -69,7 +70,9 @@ def _conversation(server: Server, body: ResponsesBody) -> Conversation:
     tools = _tools(body.tools)
     raw = body.tool_choice
     if isinstance(raw, dict) and raw.get("type") == "function":
-        raw = {"type": "function", "function": {"name": raw.get("name")}}
+        check_keys(raw, {"type", "name"}, "tool_choice")
+        check_text(raw.get("name"), "tool_choice.name")
+        raw = {"type": "function", "function": {"name": raw["name"]}}
     choice = parse_tool_choice(raw, body.parallel_tool_calls, tools)
     conversation = Conversation(tuple(_messages(body)), tools, choice, _format(body.text), thinking, effort)
     for name in ECHOED:
@@ -80,15 +83,16 @@ def _conversation(server: Server, body: ResponsesBody) -> Conversation:
 def _format(text: Any) -> ResponseFormat | None:
     raw = _part(text, "text", {"format", "verbosity"}).get("format")
     kind = raw.get("type") if isinstance(raw, dict) else None
-    if raw is None or kind == "text":
+    if raw is None:
         return None
-    if kind == "json_object":
-        return ResponseFormat()
+    if kind in ("text", "json_object"):
+        check_keys(raw, {"type"}, "text.format")
+        return ResponseFormat() if kind == "json_object" else None
     if kind != "json_schema":
         raise RequestError(
             f"text.format={reprlib.repr(raw)} is not supported; its type is text, json_object or json_schema", param="text.format"
         )
-    return schema_format(raw, "text.format")
+    return schema_format(raw, "text.format", {"type", "name", "description", "strict"})
 
 
 def _tools(raw: Any) -> tuple[Tool, ...]:
