@@ -150,7 +150,7 @@ def test_efforts_decide_on_thinking() -> None:
 
 
 @pytest.mark.parametrize(("body", "param"), [
-    ({"input": None}, "input"), ({"input": []}, "input"), ({"input": [7]}, "input[0]"), ({"input": [{"type": "web_search_call"}]}, "input[0]"),
+    ({"input": None}, "input"), ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": [7]}, "input[0]"), ({"input": [{"type": "web_search_call"}]}, "input[0]"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"), ({"input": [{"role": "user", "content": 7}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1:9"}]}]}, "input[0].content[0]"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": 'a"', "arguments": "{}"}]}, "input[0].function.name"),

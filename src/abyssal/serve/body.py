@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
@@ -17,6 +18,8 @@ from abyssal.serve.streams import ClientLeft, in_thread
 MAX_BODY_BYTES = 64 << 20  # a million token ids take 7 MiB, the text of as many less
 MAX_PARTS = 2 << 20  # commas and opening brackets, which bound the values; twice the ids of a million tokens
 MAX_NAMES = 10_000  # of one object; no field needs more, and each unknown one costs an error
+
+ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}  # of what makes a prompt
 
 B = TypeVar("B", bound=Body)
 
@@ -41,7 +44,7 @@ def _parse(data: bytes, schema: type[B]) -> B:
     try:
         return schema.model_validate(raw)
     except ValidationError as error:
-        raise _request_error(error) from error
+        raise _request_error(error, schema) from error
 
 
 async def _receive_all(request: Request) -> bytes:
@@ -97,12 +100,20 @@ def _no_constant(name: str) -> NoReturn:
     raise RequestError(f"the body holds {name}, which is not JSON")
 
 
-def _request_error(error: ValidationError) -> RequestError:
+def _request_error(error: ValidationError, schema: type[Body]) -> RequestError:
     first = error.errors(include_url=False)[0]
     param = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return RequestError(f"unknown field {reprlib.repr(param)}; leave it out", param=param)
+        return RequestError(f"unknown field {reprlib.repr(param)}; {_remedy(param, schema)}", param=param)
     if first["type"] == "missing":
         return RequestError(f"{param} is missing", param=param)
     what = first["msg"].replace("Input should be", "must be").replace("Extra inputs are", "must be")
     return RequestError(f"{param}={reprlib.repr(first['input'])} {what}", param=param)
+
+
+def _remedy(name: str, schema: type[Body]) -> str:
+    """What to do about an unknown field."""
+    if name in ROUTES:
+        return f"it goes to {ROUTES[name]}"
+    close = get_close_matches(name[:40], schema.model_fields, 1)
+    return f"did you mean {close[0]!r}?" if close else "leave it out"

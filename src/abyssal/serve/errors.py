@@ -89,7 +89,9 @@ async def _nobody(_: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, _: Exception) -> Response:
     path = request.url.path
-    return error_response(HttpError(404, f"there is no route {path!r}", "invalid_request_error", code="not_found"), path)
+    meant = f"/v1{path}"
+    hint = f"; did you mean {meant}?" if meant in {getattr(route, "path", "") for route in request.app.routes} else ""
+    return error_response(HttpError(404, f"there is no route {path!r}{hint}", "invalid_request_error", code="not_found"), path)
 
 
 async def _no_method(request: Request, error: Exception) -> Response:

@@ -121,9 +121,9 @@ def _part(raw: Any, where: str, known: set[str]) -> dict[str, Any]:
 def _messages(body: ResponsesBody) -> list[Message]:
     """The conversation. What the assistant did in a row - thoughts, text, calls - is one message."""
     messages = [] if body.instructions is None else [Message("system", check_text(body.instructions, "instructions"))]
-    raw = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    raw = [{"role": "user", "content": body.input}] if body.input and isinstance(body.input, str) else body.input
     if not isinstance(raw, list) or not raw:
-        raise RequestError("input must be a text or a non-empty list of items", param="input")
+        raise RequestError("input must be a text or a list of items, and not empty", param="input")
     items = (_item(item, f"input[{i}]") for i, item in enumerate(raw))
     for role, group in groupby(items, key=lambda message: message.role):
         run = [*group]
