@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -430,7 +430,7 @@ def test_contradictory_or_unsupported_values_are_named(change: dict[str, Any], m
         ({"engram_layer_ids": [1]}, "one entry per engram layer, 1"),
         ({"engram_layer_ids": [14, 1]}, "must rise strictly"),
         ({"engram_layer_ids": [1, 40]}, "from 0 to 39"),
-        ({"engram_max_ngram_size": 1}, "at least 2"),
+        ({"engram_max_ngram_size": 1}, "from 2 to 16"),
         ({"engram_pad_id": 3}, "contradict"),
         ({"num_hash_layers": 0}, "unknown key 'num_hash_layers'"),
         ({"gate_temp": 0}, "must be above 0"),
@@ -441,6 +441,54 @@ def test_contradictory_or_unsupported_values_are_named(change: dict[str, Any], m
 def test_v41_contradictions_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_model_config(v41_text(**change))
+
+
+EXTREME = [10**12, 2**63, 10**400, -(10**400), 1e13, 1e308, float("inf"), float("nan"), 5e-324, 1e-40]
+
+
+def numbers(value: Any) -> Iterator[int | float]:
+    """Every number that a config holds."""
+    if dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from numbers(part)
+
+
+def extremes(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """`values` with one number exchanged for an extreme one, each number in turn."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from (values | {key: other} for other in extremes(value))
+        elif type(value) in (int, float):
+            yield from (values | {key: extreme} for extreme in EXTREME)
+        elif isinstance(value, list) and value and type(value[0]) is int:
+            yield from (values | {key: [extreme, *value[1:]]} for extreme in EXTREME)
+
+
+@pytest.mark.parametrize(
+    "values", [v4_small() | {"quantization_config": V4_QUANT}, v4_small() | {"rope_scaling": YARN}, v41_text()]
+)
+def test_no_number_beyond_what_the_model_can_compute_with_passes(values: dict[str, Any]) -> None:
+    num_refused = 0
+    for extreme in extremes(values):
+        try:
+            model = parse_model_config(extreme)
+        except ConfigError as error:
+            assert len(str(error)) < 400
+            num_refused += 1
+        else:
+            assert all(abs(number) < 2**31 or isinstance(number, float) for number in numbers(model))
+            assert all(number == 0 or 1e-30 <= abs(number) <= 1e12 for number in numbers(model))
+    assert num_refused > 200
+
+
+@pytest.mark.parametrize("iterations", [10**9, 1001])
+def test_iterations_that_never_end_are_refused(iterations: int) -> None:
+    with pytest.raises(ConfigError, match="hc_sinkhorn_iters.* from 1 to 1000"):
+        parse_model_config(v4_small() | {"hc_sinkhorn_iters": iterations})
 
 
 def test_v41_without_second_level() -> None:
@@ -590,6 +638,12 @@ def test_missing_config_file(tmp_path: Path) -> None:
 
 def test_config_file_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b'{"model_type": "\xff"}')
+    with pytest.raises(ConfigError, match="is not JSON"):
+        load_model_config(tmp_path)
+
+
+def test_config_file_with_a_number_that_python_does_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"hidden_size": {"9" * 5000}}}')
     with pytest.raises(ConfigError, match="is not JSON"):
         load_model_config(tmp_path)
 

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from abyssal.cli.plan import PlanConfig
 from abyssal.config import EngineConfig, Gpu, ModelConfig, ServerConfig, from_sources, resolve, server_from_sources
 from abyssal.errors import ConfigError
 from abyssal.model_config import parse_model_config
 from abyssal.options import OptionSpec, option_specs
+from abyssal.options import build as build_config
 from tests.published_configs import v4_flash, v41_flash
 
 # One accepted value per option that differs from its default, and its text.
@@ -276,6 +278,32 @@ def test_a_size_that_is_none_is_shown_with_what_it_may_be(size: str) -> None:
     """Zero where zero is allowed; a part of a byte is most likely a forgotten unit."""
     with pytest.raises(ConfigError, match=f"^swap_bytes='?{size}'? must be a number of bytes of at least 0"):
         from_sources({"swap_bytes": size}, {})
+
+
+INTEGERS = [
+    (cls, spec) for cls in (EngineConfig, ServerConfig, PlanConfig) for spec in option_specs(cls) if spec.type in (int, float)
+]
+
+
+@pytest.mark.parametrize(("cls", "spec"), INTEGERS, ids=lambda value: getattr(value, "name", value.__class__.__name__))
+@pytest.mark.parametrize("digits", [20, 400, 5000])
+def test_numbers_that_python_or_the_machine_cannot_hold_are_refused(cls: Any, spec: OptionSpec, digits: int) -> None:
+    """From a text, whole or with a part and a unit, and from Python; no other error, and none that repeats all the digits."""
+    nines = "9" * digits
+    values: list[Any] = [
+        nines,
+        f"-{nines}",
+        f"{nines}.5",
+        f"{nines}GiB",
+        f"{nines}.5GiB",
+        f"1e{nines}",
+        10**digits,
+        -(10**digits),
+    ]
+    for value in values:
+        with pytest.raises(ConfigError, match=f"^{spec.name}=.* must be ") as caught:
+            build_config(cls, {spec.name: value}, {})
+        assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("count", [1025, 10**25])

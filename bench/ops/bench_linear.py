@@ -193,7 +193,7 @@ def sweep(table: Table) -> None:
         for count, sizes in tiles.items():
             x = torch.randn(count, product.columns, device=DEVICE).bfloat16()
             for tokens, rows, chunks in sizes:
-                config = kernels.FewConfig(tokens, (rows,), (chunks,))
+                config = kernels.FewConfig(tokens, (rows,), (chunks,), 4)
                 table.time(
                     model, name, count, f"{tokens}x{rows}.{chunks}", product.roof_us(count),
                     lambda x, group, config=config: kernels.few_tokens(x, [group], config=config), [(x, one) for one in groups],

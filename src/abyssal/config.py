@@ -401,7 +401,8 @@ def resolve_ranks(config: EngineConfig, model: ModelConfig) -> int:
 
 def divisors(number: int) -> list[int]:
     """All of them, the smallest first."""
-    return [part for part in range(1, number + 1) if number % part == 0]
+    smaller = [part for part in range(1, math.isqrt(number) + 1) if number % part == 0]
+    return sorted({*smaller, *(number // part for part in smaller)})
 
 
 def _resolve_layouts(config: EngineConfig, device: str, model: ModelConfig) -> tuple[str, str, str]:

@@ -1,5 +1,7 @@
 """Every error that Abyssal raises on purpose. A message names the offending value and the remedy."""
 
+import reprlib
+
 
 class AbyssalError(Exception):
     """Base class: catching it catches every deliberate error of the package."""
@@ -34,3 +36,13 @@ class HandOverError(AbyssalError):
 
 class EngineDeadError(AbyssalError):
     """The engine stopped; no request can be answered any more."""
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write integers of thousands of digits."""
+        return super().repr_int(x, level) if x.bit_length() < 1024 else f"<integer of {x.bit_length()} bits>"
+
+
+show = _Short().repr
+"""A value for a message: short, since a message must not carry a megabyte of the client's own input back to it."""

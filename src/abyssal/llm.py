@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +20,7 @@ from abyssal.config import EngineConfig, from_sources
 from abyssal.engine.engine import Engine
 from abyssal.engine.output import CompletionOutput, OutputDelta, OutputProcessor, RequestOutput
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams, check_ids
-from abyssal.errors import EngineDeadError, RequestError
+from abyssal.errors import EngineDeadError, RequestError, show
 from abyssal.serve.answer import ChatProcessor
 from abyssal.serve.chat import load_chat_format
 from abyssal.serve.conversation import Conversation, parse_messages, parse_tools
@@ -35,6 +37,9 @@ class LLM:
 
     Options are the fields of `EngineConfig`; what is not given comes from `ABYSSAL_` variables, then from the defaults.
 
+    Several threads may use it at a time. They take turns at the engine, a step each, and every step computes for all of them, so a
+    call does not wait until the others are done (`logits` is one turn).
+
     Raises:
         ConfigError: an option is unknown or impossible.
         CheckpointError: the checkpoint cannot be loaded.
@@ -46,6 +51,10 @@ class LLM:
         self._chat = load_chat_format(Path(self.engine.info.model_folder), self.engine.info.family)
         self._ids = itertools.count()
         self._owners: dict[str, tuple[_Job, int]] = {}  # of every request in the engine: its job, and which output of it
+        self._dropped: deque[str] = deque()  # requests that nobody waits for; they leave the engine when no turn is under way
+        self._lock = threading.Lock()  # held during a turn
+        self._next = threading.Lock()  # held by who has the next turn
+        self._threads: set[int] = set()  # that have a turn or wait for one
 
     def __enter__(self) -> Self:
         return self
@@ -55,6 +64,13 @@ class LLM:
 
     def close(self) -> None:
         """Release weights and caches. The object cannot be used afterwards, save to close it again."""
+        if threading.get_ident() in self._threads:  # a signal handler, which interrupts the turn and may not let it go on
+            self._close()
+        else:
+            with self._turn():
+                self._close()
+
+    def _close(self) -> None:
         if self._engine is not None:
             self._engine.close()
         self._engine = None
@@ -141,25 +157,33 @@ class LLM:
 
         Returns:
             fp32 [n or len(positions), vocab], on the CPU.
+
+        Raises:
+            RequestError: an argument is bad, or the caches have no room.
         """
-        ids = list(token_ids)
-        engine = self.engine
-        if reuse_prefix and not engine.config.enable_prefix_caching:
+        ids, config = _integers("token_ids", token_ids), self.engine.config
+        if not isinstance(reuse_prefix, bool):
+            raise RequestError(f"reuse_prefix={show(reuse_prefix)} must be True or False", param="reuse_prefix")
+        if reuse_prefix and not config.enable_prefix_caching:
             raise RequestError("reuse_prefix=True needs enable_prefix_caching, which is off", param="reuse_prefix")
-        sizes = list(chunk_sizes) if chunk_sizes is not None else _even_chunks(len(ids), engine.config.max_num_batched_tokens)
+        most = config.max_num_batched_tokens
+        sizes = _even_chunks(len(ids), most) if chunk_sizes is None else _integers("chunk_sizes", chunk_sizes)
         if any(type(s) is not int or s < 1 for s in sizes) or sum(sizes) != len(ids):
             raise RequestError(
                 f"chunk_sizes must be positive integers and sum to {len(ids)}, not {sizes[:8]}", param="chunk_sizes"
             )
-        wanted = list(range(len(ids))) if positions is None else list(positions)
+        wanted = list(range(len(ids))) if positions is None else _integers("positions", positions)
         if bad := [p for p in wanted if type(p) is not int or not 0 <= p < len(ids)]:
-            raise RequestError(f"position {bad[0]!r} is none of the {len(ids)} tokens; they count from 0", param="positions")
+            raise RequestError(f"position {show(bad[0])} is none of the {len(ids)} tokens; they count from 0", param="positions")
         rows = sorted(set(wanted))
-        logits = engine.score(ids, sizes, rows, reuse_prefix)
+        with self._turn():
+            logits = self.engine.score(ids, sizes, rows, reuse_prefix)
         row = {position: i for i, position in enumerate(rows)}
         return logits[[row[p] for p in wanted]] if wanted != rows else logits
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str | list | tuple):
+            raise RequestError(f"a prompt must be a text or a list of token ids, not {type(prompt).__name__}", param="prompt")
         if not isinstance(prompt, str):
             check_ids("prompt", prompt, self.engine.info.vocab_size)
             return list(prompt)
@@ -185,7 +209,7 @@ class LLM:
         tokenizer = self._require_tokenizer()
         known = parse_tools(tools)
         if not isinstance(thinking, bool | None):
-            raise RequestError(f"thinking={thinking!r} must be True, False or None", param="thinking")
+            raise RequestError(f"thinking={show(thinking)} must be True, False or None", param="thinking")
         conversation = Conversation(
             tuple(parse_messages(messages)),
             known,
@@ -198,35 +222,77 @@ class LLM:
     def _run(self, jobs: list[_Job]) -> Iterator[OutputDelta]:
         """Step until every job is done; whatever ends the loop, nothing of the jobs stays in the engine.
 
-        Several of these loops may be under way, a stream that is read now and then beside others: a step computes for all of
-        them, and each takes what is its own.
+        Several of these loops may be under way, streams that are read now and then or calls of other threads: a step computes for
+        all of them, and hands to each job what is its own.
         """
-        engine = self.engine
         owners = {request.request_id: (job, index) for job in jobs for index, request in enumerate(job.requests)}
-        self._owners |= owners
         try:
-            for job in jobs:
-                for request in job.requests:
-                    engine.add(request)
-            while True:
+            with self._turn():
+                engine = self.engine
+                self._owners |= owners
                 for job in jobs:
-                    while job.arrived:
-                        yield job.arrived.popleft()
-                if all(job.output.finished for job in jobs):
-                    return
-                self._step()
+                    for request in job.requests:
+                        engine.add(request)
+            finished = False
+            while not finished:
+                with self._turn():  # others may have stepped since the last
+                    if not any(job.arrived for job in jobs) and not all(job.output.finished for job in jobs):
+                        self._step()
+                    arrived = [delta for job in jobs for delta in job.take()]
+                    finished = all(job.output.finished for job in jobs)
+                yield from arrived
         finally:
-            for request_id in owners:
-                del self._owners[request_id]
-                engine.abort(request_id)
+            self._dropped.extend(owners)
+            self._drop()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The engine is this thread's alone. Who waits has the next turn, even if the thread of the last one asks again at once.
+
+        Raises:
+            RequestError: the thread has a turn already.
+        """
+        thread = threading.get_ident()
+        if thread in self._threads:
+            raise RequestError(
+                "a signal handler or destructor called this LLM amid a step of the same thread; call it from another"
+            )
+        try:
+            self._threads.add(thread)
+            with self._next:
+                self._lock.acquire()
+            try:
+                yield
+            finally:
+                self._lock.release()
+        finally:
+            self._threads.discard(thread)
+            self._drop()
+
+    def _drop(self) -> None:
+        """Take dropped requests out of the engine, unless a turn is under way: its end does it then.
+
+        Never waits. The garbage collector ends a forgotten stream wherever it happens to run, also amid a turn of the same thread.
+        """
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    request_id = self._dropped.popleft()
+                    if self._owners.pop(request_id, None) is not None and self._engine is not None:
+                        self._engine.abort(request_id)
+            finally:
+                self._lock.release()
 
     def _step(self) -> None:
         """Compute one step and hand its updates to the jobs."""
-        for update in self.engine.step():
+        engine = self.engine
+        for update in engine.step():
+            if update.request_id not in self._owners:
+                continue  # added by who uses the engine itself
             job, index = self._owners[update.request_id]
             delta = job.push(index, update)
             if delta.finish_reason is not None and update.finish_reason is None:
-                self.engine.abort(update.request_id)  # a stop string ended it
+                engine.abort(update.request_id)  # a stop string ended it
 
 
 class _Job:
@@ -246,8 +312,13 @@ class _Job:
     ) -> None:
         self.requests = [EngineRequest(f"{request_id}-{i}", prompt_ids, params.for_output(i)) for i in range(params.n)]
         self.output = RequestOutput(request_id, prompt, prompt_ids, [CompletionOutput(i) for i in range(params.n)])
-        self.arrived: deque[OutputDelta] = deque()
+        self.arrived: list[OutputDelta] = []
         self._processors = processors
+
+    def take(self) -> list[OutputDelta]:
+        """What arrived since the last call."""
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
     def push(self, index: int, update: RequestUpdate) -> OutputDelta:
         """Take one update of output `index`; what it adds."""
@@ -271,6 +342,17 @@ def _start(config: EngineConfig) -> Engine | RankedEngine:
 
 def _even_chunks(total: int, most: int) -> list[int]:
     return [min(most, total - start) for start in range(0, total, most)]
+
+
+def _integers(name: str, value: Any) -> list[int]:
+    """A sequence argument as a list; its entries are checked where they are used.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if not isinstance(value, list | tuple | range):
+        raise RequestError(f"{name} must be a list of integers, not {type(value).__name__}", param=name)
+    return list(value)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

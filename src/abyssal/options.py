@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from abyssal.errors import ConfigError
+from abyssal.errors import ConfigError, show
 
 ENV_PREFIX = "ABYSSAL_"
 # Variables that are no options: where tests find reference data.
@@ -25,6 +25,9 @@ _BYTES = (
     {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)} | {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 )
 _FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+_MAX_INTEGER, _BELOW = 2**63 - 1, "below 2**63"
+_MAX_CHARS = 100  # of a number, in a text
 
 C = TypeVar("C")
 
@@ -59,13 +62,15 @@ class OptionSpec:
             return text
         if self.type is bool and text.lower() in _FLAGS:
             return _FLAGS[text.lower()]
-        if self.type is int and self.in_bytes and (size := _parse_bytes(text)) is not None:
-            return size
-        if self.type is int and re.fullmatch(r"[+-]?\d+", text):
-            return int(text)
+        if len(text) > _MAX_CHARS:
+            raise ConfigError(f"{source}={show(text)} has {len(text)} characters; it must be {self.wanted}")
+        if self.type is int and (number := _parse_integer(text, self.in_bytes)) is not None:
+            if abs(number) > _MAX_INTEGER:
+                raise ConfigError(f"{source}={show(text)} must be {self.wanted}, {_BELOW}")
+            return number
         if self.type is float and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
             return float(text)
-        raise ConfigError(f"{source}={text!r} must be {self.wanted}")
+        raise ConfigError(f"{source}={show(text)} must be {self.wanted}")
 
     @property
     def wanted(self) -> str:
@@ -86,14 +91,15 @@ class OptionSpec:
         if value is None:
             return self.optional
         if self.type is float:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
                 return False
         elif type(value) is not self.type:
             return False
         if self.type is str:
             return value in self.choices if self.choices is not None else bool(value.strip())
         return not (
-            (self.low is not None and value < self.low)
+            (self.type is int and abs(value) > _MAX_INTEGER)
+            or (self.low is not None and value < self.low)
             or (self.high is not None and value > self.high)
             or (self.above is not None and value <= self.above)
         )
@@ -140,8 +146,9 @@ def check_options(config: Any) -> None:
     for spec in option_specs(type(config)):
         value = getattr(config, spec.name)
         if not spec.allows(value):
-            shown = "(hidden)" if spec.secret else repr(value)
-            raise ConfigError(f"{spec.name}={shown} must be {spec.wanted}" + (", or None" if spec.optional else ""))
+            shown = "(hidden)" if spec.secret else show(value)
+            limit = f", {_BELOW}" if type(value) is int and value > _MAX_INTEGER else ""
+            raise ConfigError(f"{spec.name}={shown} must be {spec.wanted}{limit}" + (", or None" if spec.optional else ""))
 
 
 def build(cls: type[C], given: Mapping[str, Any], env: Mapping[str, str]) -> C:
@@ -158,7 +165,7 @@ def build(cls: type[C], given: Mapping[str, Any], env: Mapping[str, str]) -> C:
     specs = {spec.name: spec for spec in option_specs(cls)}
     for name in given:
         if name not in specs:
-            raise ConfigError(f"unknown option {name!r}{_hint(name, specs)}")
+            raise ConfigError(f"unknown option {name!r}{hint(name, specs)}")
     values = {}
     for name, spec in specs.items():
         if (value := given.get(name)) is not None:
@@ -173,13 +180,20 @@ def check_environment(env: Mapping[str, str], classes: Iterable[type]) -> None:
     known = {spec.env for cls in classes for spec in option_specs(cls)} | set(OTHER_VARIABLES)
     for name in env:
         if name.startswith(ENV_PREFIX) and name not in known:
-            raise ConfigError(f"unknown environment variable {name}{_hint(name, known)}")
+            raise ConfigError(f"unknown environment variable {name}{hint(name, known)}")
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
+def hint(name: str, known: Iterable[str]) -> str:
+    """The end of a message about the unknown `name`: the closest of the `known` ones, or all of them."""
     shown = {other.removeprefix(ENV_PREFIX): other for other in sorted(known)}  # what all share says nothing
     close = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), shown, n=1)
     return f"; did you mean {shown[close[0]]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def _parse_integer(text: str, in_bytes: bool) -> int | None:
+    if in_bytes and (size := _parse_bytes(text)) is not None:
+        return size
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) else None
 
 
 def _parse_bytes(text: str) -> int | None:

@@ -92,3 +92,34 @@ def test_a_failed_turn_is_forgotten(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_an_interrupted_answer_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = ScriptedLLM(errors={1: KeyboardInterrupt()})
     assert talk(monkeypatch, "one\ntwo\n", llm) == ["one", "one|A|two"]
+
+
+def test_help_is_not_sent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert talk(monkeypatch, "/help\none\n", ScriptedLLM()) == ["one"]
+    printed = capsys.readouterr().err
+    assert "/reset" in printed and "unknown" not in printed
+
+
+def test_an_interrupt_at_the_prompt_begins_a_new_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says how to leave; the conversation goes on."""
+    typed = iter([KeyboardInterrupt(), "one", KeyboardInterrupt(), KeyboardInterrupt(), "two", EOFError()])
+
+    def read(prompt: str) -> str:
+        line = next(typed)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    llm = ScriptedLLM()
+    monkeypatch.setattr("sys.stdin", Terminal())
+    converse(llm, [], SamplingParams(), True)  # type: ignore[arg-type]
+    assert [len(messages) for messages in llm.asked] == [1, 3]
+    assert capsys.readouterr().err.count("/exit or Ctrl-D leaves") == 4

@@ -42,6 +42,12 @@ def test_help_lists_what_exists_and_nothing_else() -> None:
     assert CliRunner().invoke(cli, ["train"]).exit_code == 2
 
 
+def test_the_package_and_its_command_line_are_the_same_program() -> None:
+    command = [sys.executable, "-m", "abyssal", "plan", "--context", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=without_options({}))
+    assert Done(done.returncode, done.stdout, done.stderr) == run("plan", "--context", "0") and done.returncode == 2
+
+
 def test_version() -> None:
     assert CliRunner().invoke(cli, ["--version"]).output == f"abyssal, version {abyssal.__version__}\n"
 
@@ -69,6 +75,8 @@ def test_server_options_belong_to_serve_alone() -> None:
         (["serve", "--device", "tpu"], {}, ["device='tpu'", "auto, cpu, cuda"]),
         (["serve", "--port", "65536"], {}, ["port", "65536", "65535"]),
         (["serve", "--max-num-seqs", "0"], {}, ["max_num_seqs", "0"]),
+        (["generate", "In the beginning"], {}, ["'In the beginning' was taken as MODEL", "--prompt TEXT"]),
+        (["generate"], {}, ["there is no prompt;", "--prompt TEXT"]),
         (["generate", "--prompt", "x", "--max-model-len", "many"], {}, ["max_model_len", "'many'", "integer"]),
         (["doctor", "--kv-cache-bytes", "4Gb"], {}, ["kv_cache_bytes", "'4Gb'", "4GiB"]),
         (["doctor"], {"ABYSSAL_KV_LAYUOT": "fp32"}, ["ABYSSAL_KV_LAYUOT", "ABYSSAL_KV_LAYOUT"]),

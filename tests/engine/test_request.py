@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from dataclasses import fields, replace
 
 import pytest
@@ -95,6 +97,8 @@ def test_l23_wrong_types_name_the_field(name):
     for value in wrong:
         if name == "stop_token_ids" and value == [1] and type(value[0]) is int:
             continue
+        if name == "stop" and isinstance(value, str):
+            continue  # one stop string
         refused(lambda v=value: SamplingParams(**{name: v}), name)
 
 
@@ -229,3 +233,25 @@ def test_the_token_of_an_image_is_refused() -> None:
         check_request(EngineRequest("a", [3, 7, 4], SamplingParams()), limits)
     assert check_request(EngineRequest("a", [3, 8, 4], SamplingParams()), limits) == 29
     assert check_request(EngineRequest("a", [3, 7, 4], SamplingParams()), LIMITS) == 29
+
+
+def test_one_stop_string_becomes_a_list() -> None:
+    params = SamplingParams(stop="end")
+    assert params.stop == ["end"] and params == SamplingParams(stop=["end"])
+    params.stop = "other"  # type: ignore[assignment]
+    params.validate()
+    assert params.stop == ["other"]
+
+
+def test_an_unknown_parameter_is_named_with_the_closest() -> None:
+    for name, close in (("max_token", "max_tokens"), ("temprature", "temperature"), ("max_new_tokens", "max_tokens")):
+        with pytest.raises(RequestError, match=f"unknown parameter '{name}'; did you mean '{close}'") as caught:
+            SamplingParams(**{name: 5})
+        assert caught.value.param == name
+    with pytest.raises(RequestError, match="unknown parameter 'beam_width'; known: .*temperature"):
+        SamplingParams(beam_width=5)  # type: ignore[call-arg]
+
+
+def test_parameters_survive_copies() -> None:
+    params = SamplingParams(stop="end", seed=3, logit_bias={5: 1.0})
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == replace(params, n=1) == params

@@ -199,6 +199,19 @@ def test_kernel_work_split_covers_everything_once(kernel, programs):
     paged.check(paged.score(kernel, visible, out=torch.full((5, 2, 200), torch.nan), config=config), visible)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("programs", [3, 40])
+@pytest.mark.parametrize(("b", "queries"), [(1, 1), (3, 1), (5, 4)])
+def test_hopper_work_split_over_more_rows_than_are_looked_at_together(programs, b, queries):
+    paged = Paged("index_fp8", 400, b, 8, 130)
+    generator = torch.Generator().manual_seed(1)
+    visible = torch.randint(0, 131, (400, b), generator=generator) * (torch.rand(400, 1, generator=generator) < 0.2)
+    visible[:140], visible[270:399], visible[-1] = 0, 0, 130
+    out = torch.full((400, b, 130), torch.nan)
+    paged.check(paged.score(gluon, visible, out=out, config=cut(gluon, programs, queries)), visible)
+
+
 @pytest.mark.parametrize("queries", [1, 2, 4])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_maxima_of_groups(kernel, queries):
@@ -247,6 +260,22 @@ def test_kernel_reads_scales_near_and_far_apart(kernel, b, heads, page):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_reads_every_mxfp4_code_at_every_place(kernel):
+    """All 256 bytes, so both zeros, at each of a key's 64; scales down to a quarter of its largest, then to an eighth; heads 2^-40 to 2^40."""
+    paged = Paged("index_mxfp4", 1, 1, 16, 256)
+    generator = torch.Generator().manual_seed(2)
+    paged.q *= torch.exp2(torch.randint(-40, 41, (16, 1), generator=generator)).bfloat16()
+    codes = torch.arange(256).unsqueeze(1) + 37 * torch.arange(64)
+    for page, steps in enumerate((3, 3, 4, 4)):
+        place = paged.table[0, page].long()
+        paged.pool[place, :4096] = (codes[64 * page : 64 * page + 64] % 256).flatten().to(torch.uint8)
+        paged.pool[place, 4096:4352] = 127 - torch.randint(0, steps, (256,), generator=generator).to(torch.uint8)
+    paged.keys = codec.unpack_pages(paged.layout, paged.pool[paged.table[0].long()], 64).view(1, 256, 128)
+    visible = torch.tensor([[256]])
+    paged.check(paged.score(kernel, visible), visible)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_zero_weights_and_zero_keys(kernel):
     paged = Paged("index_fp8", 1, 1, 8, 64)
     paged.weights.zero_()
@@ -262,6 +291,30 @@ def test_kernel_bad_input_is_named(kernel):
     with pytest.raises(ValueError, match="12"):
         paged.q, paged.weights = torch.zeros(1, 1, 12, 128).to(torch.float8_e4m3fn), torch.zeros(1, 1, 12)
         paged.score(kernel, torch.tensor([[1]]))
+
+
+def test_hopper_launches_of_all_sizes_share_few_binaries(monkeypatch):
+    """Triton compiles one for every set of constants and of what it specialises: integers that are 1 or multiples of 16, pointers too."""
+    kernel, binaries = gluon._index_score_kernel_sm90, set()
+
+    def launch(*arguments, **constants):
+        kinds = []
+        for parameter, value in zip(kernel.params, arguments, strict=False):
+            number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+            kinds.append(isinstance(number, int) and not parameter.do_not_specialize and (number == 1, number % 16 == 0))
+        binaries.add((*kinds, *constants.items()))
+
+    monkeypatch.setattr(gluon, "_index_score_kernel_sm90", dict.fromkeys([(count,) for count in (2, 4, 6, 8)], launch))
+    pool, layout = torch.zeros(2, 8640, dtype=torch.uint8), layouts.get("index_fp8")
+    for n, b in ((1, 1), (3, 1), (16, 1), (1, 2), (2, 3), (1, 4), (1, 77), (1, 512), (2, 700), (1, 2048)):
+        for first, entries in ((0, 64), (1, 960), (2, 1000), (3, 4096)):
+            q = torch.zeros(first + n, b, 64, 128, dtype=torch.uint8).view(torch.float8_e4m3fn)[first:]
+            weights, visible = torch.zeros(first + n, b, 64)[first:], torch.zeros(first + n, b, dtype=torch.int32)[first:]
+            table, maxima = torch.zeros(first + n, 65, dtype=torch.int32)[first:], torch.zeros(n, b, entries)
+            gluon.index_score(
+                q, weights, pool, table, visible, layout=layout, entries_per_page=64, num_entries=entries, maxima=maxima
+            )
+    assert len(binaries) == 3, "for 1, 2 and 4 queries that share keys"
 
 
 @pytest.mark.gpu

@@ -314,6 +314,10 @@ def product(x: torch.Tensor, *weights: LinearWeight | torch.Tensor, **options: b
         lambda: plain_weight(24, 96, tile=32),
         lambda: fp32_weight(24, 96),
         lambda: fp32_weight(24, 640, from_bf16=True),
+        lambda: fp8_weight(32, 1152, 32, seed=9),  # so few rows and so many columns that eight warps share them
+        lambda: fp8_weight(24, 1024, 128, seed=10),
+        lambda: plain_weight(24, 2304, seed=11),
+        lambda: fp32_weight(8, 1024),
     ],
 )
 def test_kernel_equals_the_product_of_the_references_operands(weight: Callable[[], LinearWeight | torch.Tensor], count: int):
@@ -371,13 +375,25 @@ def test_weights_join_only_where_no_block_lies_over_the_seam():
         assert_product(got, x, fp8_weight((48, 32)[seed], 128, 32, seed=seed))
 
 
+@pytest.mark.parametrize("block,rows", [(128, 88), (32, 80)])
+def test_programs_take_several_tiles_of_rows(block: int, rows: int):
+    """Fewer programs than tiles, which do not divide evenly: the bits are those of a program per tile."""
+    group = kernels.prepare_linear([fp8_weight(rows, 640, block)]).groups[0]
+    x = tokens_of(3, 640)
+    (one,), (loop,) = (
+        kernels.few_tokens(x, [group], config=kernels.FewConfig(8, (16,), (2,), 4, None, programs)) for programs in (0, 2)
+    )
+    assert torch.equal(one, loop)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("columns", [640, 2304])
 @pytest.mark.parametrize("block", [128, 32])
-def test_a_tokens_bits_do_not_depend_on_its_batch(block: int):
+def test_a_tokens_bits_do_not_depend_on_its_batch(block: int, columns: int):
     """1 to 40 tokens in any order, quantised inside the product or before it: three sizes of token tiles."""
-    weights = [fp8_weight(32, 640, block), plain_weight(24, 640), fp32_weight(16, 640)]
+    weights = [fp8_weight(32, columns, block), plain_weight(24, columns), fp32_weight(16, columns)]
     prepared = kernels.prepare_linear(weights)
-    x = tokens_of(40, 640)
+    x = tokens_of(40, columns)
     alone = [torch.cat(rows) for rows in zip(*(kernels.linear(x[i : i + 1], prepared) for i in range(0, 40, 5)), strict=True)]
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for part in (x[order], torch.cat([x[:10], x])):
@@ -495,9 +511,12 @@ def test_routes_follow_from_shapes():
     assert routes(wide) == routes(narrow) == routes(wide, 2) == ["few", "few", "tiled", "tiled", "library"]
     assert routes(wide, 4) == ["few"] * 4 + ["library"]
     assert routes(short) == routes(plain) == ["few", "few", *["library"] * 3]
-    assert kernels.few_config(1, [(32768, 128)]) == kernels.FewConfig(8, (32,), (1,))
-    assert kernels.few_config(8, [(1536, 128), (64, None)]) == kernels.FewConfig(8, (16, 16), (2, 1))
-    assert "tokens=32" in str(kernels.few_config(300, [(1536, 128), (64, None)]))
+    assert kernels.few_config(1, 1024, [(32768, 128, 1)]) == kernels.FewConfig(8, (16,), (2,), 4, 168, 396)
+    assert kernels.few_config(1, 512, [(32768, 32, 1)]).programs == 0  # one chunk per warp
+    assert kernels.few_config(1, 8192, [(5120, 32, 1)]) == kernels.FewConfig(8, (16,), (2,), 4, 168)
+    assert kernels.few_config(8, 4096, [(1536, 128, 1), (64, None, 1)]) == kernels.FewConfig(8, (16, 16), (4, 2), 8)
+    assert kernels.few_config(8, 4096, [(384, None, 1)]) == kernels.FewConfig(8, (8,), (4,), 8)
+    assert "tokens=32" in str(kernels.few_config(300, 4096, [(1536, 128, 1), (64, None, 1)]))
     assert kernels.tiled_config(64, 4096, 8192) == kernels.TiledConfig(64, 4, 2048)
     assert kernels.tiled_config(20, 32768, 1024) == kernels.TiledConfig(32, 1, 1024)
     assert kernels.tiled_config(64, 1536, 4096) == kernels.TiledConfig(64, 8, 512)

@@ -1,6 +1,7 @@
 """Sparse attention: the reference against a per-query loop in double precision, kernels against the reference."""
 
 import itertools
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -251,6 +252,20 @@ def test_hopper_kernel_is_batch_invariant(pair):
 
 
 @hopper
+def test_hopper_kernel_reads_strided_queries_and_pages_of_two_sizes(monkeypatch):
+    lengths = [(128, 200), (0, 0), (65, 3), (0, 70), (1, 0)] * 60
+    case = make_case(("v41", "v41_fp4"), 64, lengths)
+    monkeypatch.setattr(sys.modules[__name__], "ENTRIES", 32)
+    other = make_case(("v41", "v41_fp4"), 64, lengths, seed=1)
+    case = replace(case, entries=other.entries, values=(case.values[0], other.values[1]))
+    for shape, turned in (((len(lengths), 66, 1536), False), ((66, len(lengths), 1536), True)):
+        q = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        q = (q.transpose(0, 1) if turned else q)[:, 1:65, 512:1024]
+        q.copy_(case.q)
+        assert_close(*run(replace(case, q=q), wgmma, config=wgmma.LaunchConfig(Splits(1, None))), case)
+
+
+@hopper
 def test_hopper_kernel_edges():
     case = make_case(("v4", "v4"), 64, [(0, 0), (70, 9), (3, 130)], holes=1.0)
     for splits in (1, 3):
@@ -454,6 +469,10 @@ def test_unsupported_arguments_are_named():
     for scale in (-SCALE, 0.0, float("nan")):
         with pytest.raises(ValueError, match="scale must be positive"):
             wgmma.sparse_attention(case.q, case.window, case.entries, case.sink, scale)
+    shifted = torch.zeros(1, 4, 520, dtype=torch.bfloat16, device=DEVICE)
+    for q in (shifted[:, :, 4:516], shifted.reshape(1, -1)[:, : 4 * 516].view(1, 4, 516)[:, :, :512]):
+        with pytest.raises(ValueError, match="rows of q must start at multiples of 16 bytes"):
+            wgmma.sparse_attention(q, case.window, case.entries, case.sink, SCALE)
 
 
 def test_debug_check_names_slots_outside_of_the_pool():

@@ -108,13 +108,22 @@ def test_llm_over_two_ranks_of_a_replica(one: LLM) -> None:
             llm.logits([5000])
         with pytest.raises(RequestError, match="8192"):
             llm.generate([ids * 100], greedy(1))
+        expected = [output.outputs[0].token_ids for output in one.generate(PROMPTS, greedy(7))]
+        with ThreadPoolExecutor(3) as pool:
+            for each in [pool.submit(llm.generate, PROMPTS, greedy(7)) for _ in range(3)]:
+                assert [output.outputs[0].token_ids for output in each.result(timeout=60)] == expected
         stream = llm.stream(ids, greedy(5000))
         assert next(stream).text is not None
         stream.close()
         until(lambda: llm.engine.stats().num_running == 0, "dropped")
         assert llm.generate([ids], greedy(4))[0].outputs[0].token_ids == one.generate([ids], greedy(4))[0].outputs[0].token_ids
+        streams = [llm.stream(ids, greedy(5000)) for _ in range(2)]
+        assert all(next(stream).error is None for stream in streams)
         os.kill(llm.engine._client._processes.processes[1].pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="rank"):
             llm.generate([ids], greedy(5000))
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="rank"):
+                list(stream)
         with pytest.raises(EngineDeadError):
             llm.logits(ids)

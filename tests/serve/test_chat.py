@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import abyssal
 from abyssal import LLM, SamplingParams
 from abyssal.errors import ConfigError, RequestError
 from abyssal.serve.chat import ChatFormat, load_chat_format, wants_thinking
-from abyssal.serve.conversation import TASKS, Conversation, Message, parse_messages
+from abyssal.serve.conversation import TASKS, Conversation, Message, parse_messages, parse_tools
 from abyssal.serve.protocol import EFFORTS, OWN_TEXTS, V4, V41, Texts, merge_turns, render
 from abyssal.tokenizer import ASSISTANT, BOS, END_THINK, EOS, THINK, USER, SpecialToken, Tokenizer
 
@@ -217,6 +218,61 @@ def test_bad_messages_are_named(param: str, messages: Any) -> None:
         encode_chat(TOKENIZER, messages, False)
     assert caught.value.param == param
     assert len(str(caught.value)) < 400, "a message must not send the client's own input back to it"
+
+
+class NoJSON:
+    """What Python can hold and a request cannot."""
+
+
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
+ODD = [None, True, 5, -1, 1.5, float("nan"), 10**30, b"x", "\ud800", (), [], {}, {5}, {"a": {5}}, {("a",): 1}, {1: 2, "a": 3}]
+ODD += [object(), NoJSON, ITSELF, {"a": ITSELF}, [[5]], [None], {"type": 5}]
+CALL = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": {"a": 1}}}
+FUNCTION = {
+    "name": "f",
+    "description": "D",
+    "strict": True,
+    "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+}
+CHAT = {
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "S"}]},
+        {"role": "user", "content": "U", "task": None, "name": ""},
+        {"role": "assistant", "content": None, "reasoning": "R", "reasoning_content": "R", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "x"},
+    ],
+    "tools": [{"type": "function", "function": FUNCTION}],
+}
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """`value` with one of its parts exchanged for something odd, every part in turn, or odd keys added to it."""
+    yield from ODD
+    if isinstance(value, dict):
+        yield value | {5: 1, "unknown": 2}
+        for key, part in value.items():
+            yield from (value | {key: other} for other in changed(part))
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from ([*value[:i], other, *value[i + 1 :]] for other in changed(part))
+
+
+def test_whatever_python_gives_as_a_chat_is_rendered_or_refused() -> None:
+    """No other error than RequestError."""
+    num_refused = num_rendered = 0
+    for chat in changed(CHAT):
+        if not isinstance(chat, dict):
+            continue
+        try:
+            conversation = Conversation(tuple(parse_messages(chat.get("messages"))), parse_tools(chat.get("tools")))
+            assert ChatFormat().encode(TOKENIZER, conversation)
+        except RequestError as error:
+            assert len(str(error)) < 400
+            num_refused += 1
+        else:
+            num_rendered += 1
+    assert num_refused > 500 and num_rendered > 20
 
 
 ADDRESSES = [

@@ -54,7 +54,7 @@ class BenchConfig:
         """
         text = getattr(self, name) or DEFAULTS[device][name]
         parts = [part.strip() for part in text.split(",")]
-        if not all(part.isdecimal() for part in parts) or (name != "prefills" and "0" in parts):
+        if not all(part.isdecimal() and len(part) < 10 for part in parts) or (name != "prefills" and "0" in parts):
             raise ConfigError(
                 f"{name}={text!r} must be whole numbers above 0, separated by commas, such as {DEFAULTS[device][name]}"
             )

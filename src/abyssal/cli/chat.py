@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 
-HELP = "/reset starts over, /exit leaves"
+HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 
 
 @click.command("chat")
@@ -47,6 +47,8 @@ def converse(llm: LLM, start: Messages, params: SamplingParams, thinking: bool |
             return
         if line == "/reset":
             messages = list(start)
+        elif line == "/help":
+            click.echo(HELP, err=True)
         elif line.startswith("/"):
             fail(f"unknown command {line.split()[0]!r}: {HELP}; begin with a space to send it as text")
         elif line.strip():
@@ -85,6 +87,10 @@ def _lines() -> Iterator[str]:
     click.echo(HELP, err=True)
     while True:
         try:
-            yield input("> ")
+            line = input("> ")
         except EOFError:
             return
+        except KeyboardInterrupt:  # of what was typed so far, as in a shell
+            click.echo(f"\n{HELP}", err=True)
+            continue
+        yield line

@@ -70,6 +70,10 @@ def command(as_json: bool, plot: str | None, **given: Any) -> None:
             f"{divisors(model.num_experts)}"
         )
     config = resolve(options, model, device_available=True)  # auto is what it would be on a GPU, wherever this runs
+    if asked.context is not None and asked.context > (config.max_model_len or asked.context):
+        raise ConfigError(
+            f"context={asked.context} exceeds max_model_len={config.max_model_len}; lower it or raise max_model_len"
+        )
     context = asked.context or config.max_model_len or model.max_position
     if context > model.max_position:
         raise ConfigError(f"context={context} exceeds the model's max_position_embeddings={model.max_position}; lower it")

@@ -162,11 +162,12 @@ class Decoder:
 
     def _compute(self, count: int, capacity: int) -> None:
         facts, tokens = self._inputs[:, :count].split([NUM_FACTS, len(self._inputs) - NUM_FACTS])
+        table_rows = {layer: rows[:count] for layer, rows in self._table_rows.items()}
+        with self.model.ops.beside(count) as join:  # a dozen small kernels, which need no facts
+            if self._hash is not None:
+                table_rows = self.model.read_tables(self._hash.rows(tokens.T))
         batch = self.facts.batch(DecodeInputs(tokens[0], *facts), capacity)
-        if self._hash is None:
-            table_rows = {layer: rows[:count] for layer, rows in self._table_rows.items()}
-        else:
-            table_rows = self.model.read_tables(self._hash.rows(tokens.T))
+        join()
         self._logits[:count] = self.model.compute(batch, self.cache, table_rows)
 
     def _captured(self, count: int, capacity: int) -> torch.cuda.CUDAGraph:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import reprlib
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from abyssal.errors import RequestError
+from abyssal.errors import RequestError, show
+from abyssal.options import hint
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -27,7 +27,7 @@ class SamplingParams:
     """How tokens are chosen. Names and defaults are those of the OpenAI API and vLLM; `validate` states the ranges.
 
     Raises:
-        RequestError: a value has the wrong type or is out of range, or two contradict each other.
+        RequestError: a name is unknown, a value has the wrong type or is out of range, or two contradict each other.
     """
 
     n: int = 1
@@ -42,13 +42,19 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     logprobs: int | None = None  # top alternatives per generated token; 0 = the chosen one only
     prompt_logprobs: int | None = None
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list)  # one string is accepted and becomes a list
     stop_token_ids: list[int] = field(default_factory=list)
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     max_tokens: int | None = None  # None = as many as fit
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        for name in named:
+            if name not in cls.__slots__:
+                raise RequestError(f"unknown parameter {show(name)}{hint(name, cls.__slots__)}", param=name)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self.validate()
@@ -59,9 +65,11 @@ class SamplingParams:
         return replace(self, n=1, seed=seed)
 
     def validate(self) -> None:
-        """Check every field by itself, then those that can contradict each other; -1 for `top_k` becomes 0."""
+        """Check every field by itself, then those that can contradict each other; -1 for `top_k` becomes 0, a string for `stop` a list."""
         if type(self.top_k) is int and self.top_k == -1:
             self.top_k = 0
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
         for name, (low, high) in _INT_RANGES.items():
             _check_int(name, getattr(self, name), low, high)
         for name, (low, high) in _OPTIONAL_INT_RANGES.items():
@@ -74,7 +82,7 @@ class SamplingParams:
                 raise RequestError(f"{name}=0 is not allowed: it must be above 0 (1 leaves the distribution alone)", param=name)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={_show(getattr(self, name))} must be true or false", param=name)
+                raise RequestError(f"{name}={show(getattr(self, name))} must be true or false", param=name)
         _check_logit_bias(self.logit_bias)
         _check_stop(self.stop)
         _check_stop_token_ids(self.stop_token_ids)
@@ -179,7 +187,7 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> int:
     params = request.params
     params.validate()
     if not isinstance(request.request_id, str) or not request.request_id:
-        raise RequestError(f"request_id={_show(request.request_id)} must be a non-empty string", param="request_id")
+        raise RequestError(f"request_id={show(request.request_id)} must be a non-empty string", param="request_id")
     if not isinstance(request.prompt_ids, list) or not request.prompt_ids:
         raise RequestError("the prompt is empty; give at least one token", param="prompt")
     check_ids("prompt", request.prompt_ids, limits.vocab_size)
@@ -222,61 +230,56 @@ def check_ids(name: str, ids: Iterable[Any], vocab_size: int) -> None:
     """Raise RequestError, naming the field `name`, unless every id is an integer in [0, vocab_size)."""
     for token in ids:
         if type(token) is not int:  # bool is an int to isinstance
-            raise RequestError(f"{name}: {_show(token)} is not a token id; ids are integers", param=name)
+            raise RequestError(f"{name}: {show(token)} is not a token id; ids are integers", param=name)
         if not 0 <= token < vocab_size:
-            raise RequestError(f"{name}: token id {_show(token)} is out of range; ids are 0 to {vocab_size - 1}", param=name)
+            raise RequestError(f"{name}: token id {show(token)} is out of range; ids are 0 to {vocab_size - 1}", param=name)
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if type(value) is not int:
-        raise RequestError(f"{name}={_show(value)} must be an integer", param=name)
+        raise RequestError(f"{name}={show(value)} must be an integer", param=name)
     if not low <= value <= high:
-        raise RequestError(f"{name}={_show(value)} is out of range; it must be {low} to {high}", param=name)
+        raise RequestError(f"{name}={show(value)} is out of range; it must be {low} to {high}", param=name)
 
 
 def _check_float(name: str, value: Any, low: float, high: float) -> None:
     if type(value) not in (int, float):
-        raise RequestError(f"{name}={_show(value)} must be a number", param=name)
+        raise RequestError(f"{name}={show(value)} must be a number", param=name)
     if not low <= value <= high:  # false for NaN
         bound = f"finite and at least {low:g}" if high == _MAX_FLOAT else f"{low:g} to {high:g}"
-        raise RequestError(f"{name}={_show(value)} is out of range; it must be {bound}", param=name)
+        raise RequestError(f"{name}={show(value)} is out of range; it must be {bound}", param=name)
 
 
 def _check_logit_bias(bias: Any) -> None:
     if bias is None:
         return
     if not isinstance(bias, dict):
-        raise RequestError(f"logit_bias={_show(bias)} must map token ids to numbers", param="logit_bias")
+        raise RequestError(f"logit_bias={show(bias)} must map token ids to numbers", param="logit_bias")
     if len(bias) > MAX_LOGIT_BIAS:
         raise RequestError(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias")
     check_ids("logit_bias", bias, _MAX_COUNT)
     for token, value in bias.items():
         if type(value) not in (int, float) or not -100 <= value <= 100:
-            message = f"logit_bias: the value {_show(value)} of token id {token} must be a number from -100 to 100"
+            message = f"logit_bias: the value {show(value)} of token id {token} must be a number from -100 to 100"
             raise RequestError(message, param="logit_bias")
 
 
 def _check_stop(stop: Any) -> None:
     if not isinstance(stop, list) or not all(isinstance(s, str) for s in stop):
-        raise RequestError(f"stop={_show(stop)} must be a list of strings", param="stop")
+        raise RequestError(f"stop={show(stop)} must be a list of strings", param="stop")
     if len(stop) > MAX_STOP_STRINGS:
         raise RequestError(f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed", param="stop")
     for text in stop:
         if not 0 < len(text) <= MAX_STOP_CHARS:
-            raise RequestError(f"stop: {_show(text)} must have 1 to {MAX_STOP_CHARS} characters", param="stop")
+            raise RequestError(f"stop: {show(text)} must have 1 to {MAX_STOP_CHARS} characters", param="stop")
         if any("\ud800" <= char <= "\udfff" for char in text):
-            raise RequestError(f"stop: {_show(text)} holds a lone surrogate, which no text can contain; remove it", param="stop")
+            raise RequestError(f"stop: {show(text)} holds a lone surrogate, which no text can contain; remove it", param="stop")
 
 
 def _check_stop_token_ids(ids: Any) -> None:
     if not isinstance(ids, list):
-        raise RequestError(f"stop_token_ids={_show(ids)} must be a list of token ids", param="stop_token_ids")
+        raise RequestError(f"stop_token_ids={show(ids)} must be a list of token ids", param="stop_token_ids")
     if len(ids) > MAX_STOP_TOKEN_IDS:
         message = f"stop_token_ids has {len(ids)} entries; at most {MAX_STOP_TOKEN_IDS} are allowed"
         raise RequestError(message, param="stop_token_ids")
     check_ids("stop_token_ids", ids, _MAX_COUNT)
-
-
-def _show(value: Any) -> str:
-    """A short repr: a message must not carry a megabyte of the client's own input back to it."""
-    return reprlib.repr(value)

@@ -106,6 +106,8 @@ class Model:
         self.config, self.dtype, self.ops = config, dtype, ops
         self.comm = comm
         self.embedding = weights.tensor("embed.weight")
+        # The first site sees the embedding as it is (V4.1 spec 3.1).
+        self.first_pre = torch.eye(1, config.hc_mult, device=self.embedding.device)  # [1, S]
         self.blocks = [Block(weights.below(f"layers.{i}"), config, i, dtype, ops, comm) for i in range(config.num_layers)]
         self._engrams = {i: block.engram for i, block in enumerate(self.blocks) if block.engram is not None}
         self.reads_tables = all(engram.readable is not None for engram in self._engrams.values())  # without the host
@@ -137,9 +139,7 @@ class Model:
     def compute(self, batch: Batch, cache: KVCache, rows: dict[int, Tensor], after_layer: AfterLayer | None = None) -> Tensor:
         """As a call, with what `read_tables` gave. `after_layer` is called with each layer whose records are in the caches."""
         embedded = self.comm.embed(batch.token_ids, self.embedding)
-        pre = torch.zeros(len(embedded), self.config.hc_mult, device=embedded.device)
-        pre[:, 0] = 1.0  # the first site sees the embedding as it is (V4.1 spec 3.1)
-        residual = Residual(embedded, pre)
+        residual = Residual(embedded, self.first_pre.expand(len(embedded), -1).contiguous())
         selection = self.ops.new_selection(batch)
         for layer, block in enumerate(self.blocks):
             residual = block(residual, rows.get(layer), batch, cache, selection)

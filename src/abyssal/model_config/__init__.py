@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from abyssal.config import ModelConfig
 from abyssal.errors import ConfigError
 from abyssal.model_config.parse import parse_model_config, read_eos
-from abyssal.model_config.reader import Section
+from abyssal.model_config.reader import MAX_NUMBER, Section
 
 __all__ = ["load_generation_defaults", "load_model_config", "parse_model_config"]
 
@@ -29,10 +28,10 @@ _IGNORED_GENERATION = (
 
 # generation_config.json: sampling numbers, the largest value of each and whether 0 is allowed.
 _SAMPLING = {
-    "temperature": (math.inf, True),
+    "temperature": (MAX_NUMBER, True),
     "top_p": (1.0, False),
     "min_p": (1.0, True),
-    "repetition_penalty": (math.inf, False),
+    "repetition_penalty": (MAX_NUMBER, False),
 }
 
 
@@ -89,7 +88,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} does not exist; a checkpoint folder has a config.json")
     try:
         value = json.loads(file.read_bytes(), object_pairs_hook=_no_repeats)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also of a number with thousands of digits
         raise ConfigError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file} must hold a JSON object, found {type(value).__name__}")

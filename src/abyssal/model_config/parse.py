@@ -8,11 +8,13 @@ from abyssal.config import EngramConfig, Family, LayerPlan, ModelConfig, QuantCo
 from abyssal.errors import ConfigError
 from abyssal.model_config import names
 from abyssal.model_config.plan import v4_layers, v41_layers
-from abyssal.model_config.reader import Section, merge, rename
+from abyssal.model_config.reader import MAX_INTEGER, Section, merge, rename
 from abyssal.model_config.rope import parse_rope
 
 WHERE = "config.json"
 DSPARK_KEYS = ("dspark_block_size", "dspark_noise_token_id", "dspark_markov_rank", "dspark_target_layer_ids")
+MAX_SINKHORN_ITERATIONS = 1000  # of every layer and step; released models have 20
+MAX_NGRAM_SIZE, MAX_NGRAM_HEADS = 16, 64  # a prime is sought for every head of every size; released models have 4 and 8
 V41_ONLY = ("kv_source_layer_ids", "index_source_layer_ids")
 
 
@@ -105,7 +107,7 @@ def _build(config: Section, family: Family) -> ModelConfig:
         candidate_block_size=_candidate_size(config, family, "candidate_block_size", two_level),
         sliding_window=config.integer("sliding_window"),
         hc_mult=config.integer("hc_mult"),
-        hc_sinkhorn_iters=config.integer("hc_sinkhorn_iters"),
+        hc_sinkhorn_iters=config.integer("hc_sinkhorn_iters", high=MAX_SINKHORN_ITERATIONS),
         hc_eps=config.number("hc_eps", high=0.1),
         rms_eps=config.number("rms_norm_eps", high=0.1),
         rope_main=rope_main,
@@ -125,7 +127,7 @@ def _build(config: Section, family: Family) -> ModelConfig:
 
 def read_eos(config: Section, vocab_size: int | None) -> tuple[int, ...]:
     """`eos_token_id`: one id or a list of them, in order and without repeats."""
-    high = None if vocab_size is None else vocab_size - 1
+    high = MAX_INTEGER if vocab_size is None else vocab_size - 1
     if not isinstance(config.raw("eos_token_id"), list):
         return (config.integer("eos_token_id", low=0, high=high),)
     ids = config.integers("eos_token_id", high=high)
@@ -191,9 +193,9 @@ def _engram(config: Section, num_layers: int, vocab_size: int) -> EngramConfig |
     engram = EngramConfig(
         layer_ids=layer_ids,
         num_embeddings=config.integers("engram_num_embeddings", low=low),
-        max_ngram_size=config.integer("engram_max_ngram_size", low=2 * low),
+        max_ngram_size=config.integer("engram_max_ngram_size", low=2 * low, high=MAX_NGRAM_SIZE),
         vocab_size=config.integer("engram_vocab_size", low=low),
-        n_heads=config.integer("engram_n_heads", low=low),
+        n_heads=config.integer("engram_n_heads", low=low, high=MAX_NGRAM_HEADS),
         head_dim=config.integer("engram_head_dim", low=low),
         pad_token_id=config.integer("engram_pad_token_id", low=0, high=vocab_size - 1),
         compressed_vocab_size=config.integer("engram_compressed_vocab_size", low=low, high=vocab_size),

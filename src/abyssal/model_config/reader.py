@@ -10,6 +10,11 @@ from typing import Any
 
 from abyssal.errors import ConfigError
 
+# Bounds of every number that states no closer one. Sizes, counts and positions are int32 on the device. What multiplies or divides
+# activations is far beyond any model there, and still finite in fp32 when squared beside it.
+MAX_INTEGER = 2**31 - 1
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e12
+
 
 class Section:
     """One JSON object of a model's config.
@@ -51,25 +56,26 @@ class Section:
         """The error to raise about `name`: says where, which key, which value and what is wrong."""
         return ConfigError(f"{self.where}: {name}={reprlib.repr(self._values.get(name))} {problem}")
 
-    def integer(self, name: str, low: int = 1, high: int | None = None) -> int:
+    def integer(self, name: str, low: int = 1, high: int = MAX_INTEGER) -> int:
         value = self.raw(name)
         if not _is_integer(value, low, high):
-            raise self.fail(name, f"must be an integer {_bounds(low, high)}")
+            raise self.fail(name, f"must be an integer from {low} to {high}")
         return value
 
-    def number(self, name: str, above: float = 0.0, high: float = math.inf, or_equal: bool = False) -> float:
+    def number(self, name: str, above: float = 0.0, high: float = MAX_NUMBER, or_equal: bool = False) -> float:
         value = self.raw(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
             raise self.fail(name, "must be a finite number")
         if not (above < value <= high or (or_equal and value == above)):
-            low = f"{'at least' if or_equal else 'above'} {above:g}"
-            raise self.fail(name, f"must be {low}" + ("" if math.isinf(high) else f" and at most {high:g}"))
+            raise self.fail(name, f"must be {'at least' if or_equal else 'above'} {above:g} and at most {high:g}")
+        if 0 < value < MIN_NUMBER:
+            raise self.fail(name, f"is too near to 0: it must be at least {MIN_NUMBER:g}")
         return float(value)
 
-    def integers(self, name: str, low: int = 0, high: int | None = None) -> tuple[int, ...]:
+    def integers(self, name: str, low: int = 0, high: int = MAX_INTEGER) -> tuple[int, ...]:
         value = self.raw(name)
         if not isinstance(value, list | tuple) or not all(_is_integer(item, low, high) for item in value):
-            raise self.fail(name, f"must be a list of integers, each {_bounds(low, high)}")
+            raise self.fail(name, f"must be a list of integers, each from {low} to {high}")
         return tuple(value)
 
     def text(self, name: str, choices: Iterable[str]) -> str:
@@ -138,12 +144,8 @@ def merge(outer: dict[str, Any], inner: dict[str, Any], where: str) -> dict[str,
     return merged
 
 
-def _is_integer(value: Any, low: int, high: int | None) -> bool:
-    return type(value) is int and value >= low and (high is None or value <= high)
-
-
-def _bounds(low: int, high: int | None) -> str:
-    return f"of at least {low}" if high is None else f"from {low} to {high}"
+def _is_integer(value: Any, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
 
 
 def _same(left: Any, right: Any) -> bool:

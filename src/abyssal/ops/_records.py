@@ -41,6 +41,17 @@ def wait_for_inputs(EARLY: tl.constexpr):
 
 
 @triton.jit
+def wait_before_product(EARLY: tl.constexpr):
+    """`wait_for_inputs` of a kernel before a product: that may start at once, for it reads nothing but weights before its own wait.
+
+    Where another kernel follows, it must not read what the kernel before this one wrote before it has waited.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
 def loads_in_flight():
     """Keeps the loads above where they stand; the compiler moves them down, behind arithmetic that waits for others, to save registers."""
     tl.debug_barrier()

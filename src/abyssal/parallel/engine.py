@@ -77,13 +77,11 @@ class RankedEngine:
         Raises:
             EngineDeadError: a rank is gone.
         """
-        told = [self._updates.get()] if self._tasks else []
-        while not self._updates.empty():
-            told.append(self._updates.get())
-        updates = []
-        for update in told:
+        updates: list[RequestUpdate] = []
+        while (self._tasks and not updates) or not self._updates.empty():
+            update = self._updates.get()
             if isinstance(update, AbyssalError):
-                raise update
+                raise update  # one at a time: every request has its own, and may be waited for by another thread
             if update.request_id in self._tasks:  # it may have been aborted
                 updates.append(update)
                 if update.finish_reason is not None:

@@ -204,10 +204,10 @@ def _tool_call(raw: Any, where: str) -> ToolCall:
     if not isinstance(raw, dict) or not isinstance(function, dict) or raw.get("type", "function") != "function":
         raise RequestError(f"{where} must be {{id, type: 'function', function: {{name, arguments}}}}", param=where)
     if unknown := (raw.keys() - {"id", "type", "function", "index"}) | (function.keys() - {"name", "arguments"}):
-        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown))}", param=where)
+        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown, key=repr))}", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, dict):  # some proxies send the object itself
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = dump_json(arguments, f"{where}.function.arguments")
     return make_call(raw.get("id"), function.get("name"), "{}" if arguments is None else arguments, where)
 
 
@@ -404,7 +404,7 @@ def schema_format(raw: Any, where: str, known: set[str]) -> ResponseFormat:
 def check_keys(raw: dict[str, Any], known: set[str], where: str) -> None:
     """Refuse what the object at `where` holds beside the keys `known`."""
     if unknown := raw.keys() - known:
-        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown))}", param=where)
+        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown, key=repr))}", param=where)
 
 
 # Text
@@ -462,11 +462,17 @@ def _is_carried(text: str) -> bool:
 
 
 def dump_json(value: Any, where: str) -> str:
-    """As the model's format writes JSON: separators with a space, nothing escaped that need not be."""
+    """As the model's format writes JSON: separators with a space, nothing escaped that need not be.
+
+    Raises:
+        RequestError: it is nested too deeply, or holds a Python object that JSON does not have.
+    """
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
         raise RequestError(f"{where} is nested too deeply", param=where) from error
+    except (TypeError, ValueError) as error:  # ValueError: an object holds itself
+        raise RequestError(f"{where} is no JSON: {error}", param=where) from error
 
 
 def _content(content: Any, role: str, where: str) -> str:

@@ -469,8 +469,8 @@ def compress(
 
     An entry slot or state slot of -1 is left out, so that a captured graph can hold groups that most of its replays leave open.
 
-    `norm`, `bias`, facts, state and sums are read before the kernel launched just before has ended: that one must not write them, and
-    must itself have waited before it lets others start (`wait_for_inputs`).
+    `norm`, `bias`, facts, state and sums are read before the kernel launched just before has ended, and maybe the one before that
+    (`wait_before_product`): neither may write them.
 
     Args:
         rows: fp32, contiguous in the last dim; kept.

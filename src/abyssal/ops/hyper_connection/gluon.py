@@ -58,11 +58,11 @@ COPY_COMB = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 COPY_POST = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
 # Four sums that are handed over by one thread.
 PARTS = gl.constexpr(
-    gl.DistributedLinearLayout([[0, 2], [0, 4]], [[0, 1], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [16, 32])
+    gl.DistributedLinearLayout([[0, 1], [0, 2]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [16, 32])
 )
 THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 TILE_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
-PARTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 4, [1, 0]))
+PARTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 PLAIN_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 PLAIN_1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -115,20 +115,18 @@ def _products(own_pre: bool) -> str:
             multiply([f"g{4 * target + i}" for i in range(4)], a, b)
     for m in range(3):
         for j in range(2):
-            lines.append(f"add.f32 ${2 * m + j}, p{4 * m + j}, p{4 * m + 2 + j};")
+            lines.append(f"add.f32 ${4 * j + m}, p{4 * m + j}, p{4 * m + 2 + j};")
     # 00, 11, 22, 33, 01, 02, 03, 12 and, behind the coefficients, 13, 23; or sum n^2, sum y^2
     kept = (
-        [(8, 0), (9, 8), (10, 12), (11, 16), (12, 2), (13, 4), (14, 6), (15, 10), (6, 18), (7, 14)]
+        [(8, 0), (9, 8), (10, 12), (11, 16), (12, 2), (13, 4), (14, 6), (15, 10), (3, 18), (7, 14)]
         if own_pre
-        else [(6, 0), (7, 4)]
+        else [(3, 0), (7, 4)]
     )
     for output, g in kept:
         lines.append(f"selp.f32 ${output}, g{g + 1}, g{g}, odd;")
     return "{ " + " ".join(lines) + " }"
 
 
-PREFETCH = gl.constexpr("prefetch.global.L2 [$8]; " + " ".join(f"mov.b32 ${i}, 0;" for i in range(8)))
-PREFETCH_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["l"] * 8))
 OWN_PRODUCTS = gl.constexpr(_products(True))
 OWN_OPERANDS = gl.constexpr(",".join(["=&f"] * 16 + ["r"] * 28 * 4))
 GIVEN_PRODUCTS = gl.constexpr(_products(False))
@@ -367,19 +365,6 @@ def _bring(
 
 
 @gluon.jit
-def _prefetch(at):
-    """Bring the line of every eighth address to the L2."""
-    gl.inline_asm_elementwise(
-        PREFETCH,
-        PREFETCH_OPERANDS,
-        [at],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=8,
-    )
-
-
-@gluon.jit
 def _load4(planes, slot):
     """One tile of four streams."""
     values = ()
@@ -419,40 +404,37 @@ def _slice(
     columns = gl.arange(0, SLICE, layout=gl.SliceLayout(0, BLOCKED))
     stream_at = gl.expand_dims(local * (4 * D), 1) + gl.expand_dims(columns, 0)
     x_at = gl.expand_dims(local * D, 1) + gl.expand_dims(columns, 0)
+    # Behind copies they would wait for all of these: a multiprocessor's loads return in turn.
+    weights = ()
     for k in gl.static_range(4):
         for m in gl.static_range(3):
             for half in gl.static_range(2):
-                _prefetch(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + column + stream_at)
+                weights = weights + (gl.load(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + column + stream_at),)
     norm = gl.expand_dims(gl.load(norm_weight + column + columns), 0)
 
     # Where a thread's sums go: of rows 0 to 7 three coefficients of one token, and where the columns have the row's own token
     # one product of streams; of rows 8 to 15 four of these. Entries: 64 of coefficients g, 8 + g, 16 + g, 32 of two products, 8 of the others.
     row = gl.expand_dims(gl.arange(0, 2 * TILE, layout=gl.SliceLayout(1, PARTS)), 1)
     lane = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, PARTS)), 0)
-    q, odd = lane // 8, lane % 2
+    q, odd = lane // 8, lane // 4 % 2
     token = row % TILE
     own = q == token // 2
     kind = (row + lane * 0) // TILE
     coefficients = (token * TILE + q * 2 + odd) * 16
     pairs = (64 + odd * (2 * TILE) + token) * 16
     single = (96 + token) * 16 + odd * 8
-    offset = gl.where(kind == 1, gl.where(own, pairs, -1), gl.where(lane % 8 < 6, coefficients, gl.where(own, single, -1)))
+    offset = gl.where(kind == 1, gl.where(own, pairs, -1), gl.where(lane % 4 < 3, coefficients, gl.where(own, single, -1)))
     if not OWN_PRE:
         offset = gl.where(kind == 1, -1, offset)
 
     gdc_launch_dependents()
     gdc_wait()
+    first_tag = gl.load(epoch)
     for i in gl.static_range(AHEAD):
         _bring(
             i, count, source, out, post, comb, pre, planes, combs, posts, pres, (group + i * GROUPS) * TILE, tokens, column, D, OWN_PRE,
             AHEAD,
         )  # fmt: skip
-    weights = ()
-    for k in gl.static_range(4):
-        for m in gl.static_range(3):
-            for half in gl.static_range(2):
-                weights = weights + (gl.load(fn + ((24 * half + 8 * m) * (4 * D) + k * D) + column + stream_at),)
-    first_tag = gl.load(epoch)
     for i in range(count + LAG):
         done = i - LAG
         gates_at = gates + (done % RING + RING) % RING * (TILE * 4) + local * 4
@@ -546,7 +528,7 @@ def _finish(
                 for k in gl.static_range(4):
                     v = v + (_sum_of(sums, buffer, 2, 4 + k),)
                 for k in gl.static_range(8):
-                    v = v + (_sum_of(sums, buffer, k // 2 % 2 * 2, 8 + k % 2 * 2 + k // 4),)
+                    v = v + (_sum_of(sums, buffer, k % 2 * 2, 8 + k // 2),)
                 v = v + (_sum_of(sums, buffer, 0, 12), _sum_of(sums, buffer, 2, 12))
                 own, factor = _own_pre(
                     v,
@@ -604,8 +586,8 @@ def _store_coefficients(
     row = start + gl.arange(0, TILE, layout=THREADS)
     valid = row < tokens
     if OWN_PRE:
-        squares = (_sum_of(sums, buffer, 0, 8) + _sum_of(sums, buffer, 0, 10)) + (
-            _sum_of(sums, buffer, 2, 8) + _sum_of(sums, buffer, 2, 10)
+        squares = (_sum_of(sums, buffer, 0, 8) + _sum_of(sums, buffer, 2, 8)) + (
+            _sum_of(sums, buffer, 0, 9) + _sum_of(sums, buffer, 2, 9)
         )
     else:
         squares = _sum_of(sums, buffer, 0, 12)

@@ -5,8 +5,8 @@ The order of the 128 dimensions does not matter to a dot product, so each thread
 calls them the elements that the instruction expects of it, and the queries are stored in that order.
 
 index_fp8 is widened to fp16. index_mxfp4 becomes integers of 8 bits, whose products have twice the rate and exact sums, where the
-scales of every key in two tiles are within a factor of four; a third role looks ahead for tiles that are not so, and those are widened to
-bf16, as are all keys of a query that is not on the grid of such keys itself.
+scales of every key in two tiles are within a factor of four; a third role, two warps, looks ahead for tiles that are not so, and those
+are widened to bf16, as are all keys of a query that is not on the grid of such keys itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check, multipro
 
 KEYS = gl.constexpr(KEYS_PER_TILE)
 DIM = gl.constexpr(128)
+ROUND = gl.constexpr(1.5 * 2**23)  # plus a small number: its nearest whole number in the low bits
 WARP_KEYS = gl.constexpr(GROUP)  # of a tile, whose maximum is one of `maxima`
+ROWS = gl.constexpr(128)  # of work, whose lengths a role looks at together
 LANES = gl.constexpr(
     gl.DistributedLinearLayout([], [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 8, 4])
 )  # [warp, 8, lane]: a number per thread
@@ -52,6 +54,15 @@ class Work(NamedTuple):
     num_entries: Any
 
 
+class Rows(NamedTuple):
+    """Some rows of work, one after the other."""
+
+    first: Any
+    before: Any  # tiles
+    ends: Any  # where each row's tiles end among those of all rows
+    last: Any  # of `ends`
+
+
 class Ring(NamedTuple):
     """Shared memory for tiles, [STAGES * tiles of a stage, ...], and what tells the state of stages, [STAGES, 1]."""
 
@@ -61,7 +72,7 @@ class Ring(NamedTuple):
     empty: Any
     largest: Any  # here and below for products in int8 only: of a key's scales
     units: Any
-    wide: Any  # not 0 if a stage's scales are too wide apart
+    wide: Any  # [STAGES, 2]: not 0 if a tile's scales are too wide apart
     checked: Any  # those three are there; `full` where there are none
 
 
@@ -70,7 +81,7 @@ class Queries(NamedTuple):
 
     q: Any  # [QUERIES, HEADS, DIM]
     weights: Any  # [QUERIES, 4, HEADS / 4]
-    offsets: Any  # [HEADS / 8, 4, 2, 2] for int8
+    inexact: Any = None  # [HEADS / 8] for int8: not 0 where a value of some heads is no whole number
 
 
 class Output(NamedTuple):
@@ -87,11 +98,9 @@ def _uniform(x):
 
 
 @gluon.jit
-def _row_at(ends, tile, total):
-    """The row of a tile of all rows, and where it begins and ends among them."""
-    before = ends <= tile
-    row, begin = gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, ends, 0), 0)
-    return _uniform(row), _uniform(begin), _uniform(gl.min(gl.where(before, total, ends), 0))
+def _again(x):
+    """The same number, so that what is made of it is not made before a loop and kept in registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -201,29 +210,30 @@ def _widen_mxfp4(words, exponents, MMA: gl.constexpr):
 
 @gluon.jit
 def _widen_to_int8(words, unit, MMA: gl.constexpr):
-    """e2m1 in words [64, 16] -> int8 [64, 128], 64 plus twice `unit` [64, 4] times the value, the left operand of a product.
+    """e2m1 in words [64, 16] -> int8 [64, 128], -2 times `unit` [64, 4] times the value, the left operand of a product.
 
-    A byte permutation looks up four nibbles at once: in a table for positive values, where negative nibbles find 0, and, with signs
-    turned, in a table for negative values, where positive ones find 0.
+    A byte permutation looks up four nibbles at once. One finds m, twice `unit` times the magnitude; in another a nibble without sign
+    finds 128 - m, or 0 if m is 0, and one with a sign finds the top bit of that everywhere, so 0. Twice the second plus the first is
+    256 - m without a sign and m with it, and no byte reaches 256.
     """
     words = gl.reshape(words, (64, 4, 4))
     unit = gl.expand_dims(gl.convert_layout(unit.to(gl.int32), gl.SliceLayout(2, words.type.layout), assert_trivial=True), 2)
     small, large = unit * 0x03020100, unit * 0x0C080604  # twice 0, 0.5, 1, 1.5 and 2, 3, 4, 6
     low, high = gl.inline_asm_elementwise(
         """{
-        .reg .b32 turned, top, positive, negative;
-        xor.b32 turned, $2, 0x88888888;
-        prmt.b32 positive, $3, $4, $2;
-        prmt.b32 negative, $5, $6, turned;
-        add.u32 $0, positive, negative;
+        .reg .b32 bare, top, magnitude, positive;
+        and.b32 bare, $2, 0x77777777;
+        prmt.b32 magnitude, $3, $4, bare;
+        prmt.b32 positive, $5, $6, $2;
+        mad.lo.u32 $0, positive, 2, magnitude;
         shr.u32 top, $2, 16;
-        shr.u32 turned, turned, 16;
-        prmt.b32 positive, $3, $4, top;
-        prmt.b32 negative, $5, $6, turned;
-        add.u32 $1, positive, negative;
+        shr.u32 bare, bare, 16;
+        prmt.b32 magnitude, $3, $4, bare;
+        prmt.b32 positive, $5, $6, top;
+        mad.lo.u32 $1, positive, 2, magnitude;
         }""",
         "=&r,=&r,r,r,r,r,r",
-        [words, 0x40404040 + small, 0x40404040 + large, 0x40404040 - small, 0x40404040 - large],
+        [words, small, large, -0x7F7F8000 - small, -0x7F7F7F80 - large],
         dtype=(gl.int32, gl.int32),
         is_pure=True,
         pack=1,
@@ -239,7 +249,7 @@ def _widen_to_int8(words, unit, MMA: gl.constexpr):
 
 @gluon.jit
 def _load_query(q, live, HEADS: gl.constexpr):
-    QUERY: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    QUERY: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))[:, None]
     return gl.load(q + head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, QUERY))[None, :], mask=live)
 
@@ -267,52 +277,60 @@ def _store_query(values, weights, to, j: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _store_query_in_int8(values, weights, to, HEADS: gl.constexpr):
-    """One query [HEADS, DIM] times a power of two per head, which the weights take over; and 1 if that is inexact, else 0.
-
-    2^90 in the weights keeps sums of 2^-149 times whole numbers normal; the keys' scales have the 2^56 that is missing then, with 2^3
-    of `_widen_to_int8`.
-    """
-    values = values.to(gl.float32)
-    exponent = gl.max(gl.abs(values), 1).to(gl.int32, bitcast=True) >> 23
-    exponent = gl.minimum(gl.maximum(exponent, 20), 160)
-    scaled = values * gl.expand_dims(((260 - exponent) << 23).to(gl.float32, bitcast=True), 1)  # the largest is 64 to 127
-    whole = scaled.to(gl.int32).to(gl.int8)
-    inexact = gl.max(gl.max((whole.to(gl.float32) != scaled).to(gl.int32), 1), 0)
-    # dimension: lane, word, half, nibble; place: word, half, lane, nibble
-    to.q.index(0).store(gl.reshape(gl.permute(gl.reshape(whole, (HEADS, 4, 4, 2, 4)), (0, 2, 3, 1, 4)), (HEADS, DIM)))
-    offset = -64 * gl.sum(whole.to(gl.int32), 1)
-    to.offsets.store(gl.permute(gl.reshape(gl.join(offset, offset), (HEADS // 8, 4, 2, 2)), (0, 1, 3, 2)))
-    w = gl.load(weights + gl.arange(0, HEADS, exponent.type.layout))
-    power = ((exponent + 84) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 133 + 90)
-    _store_by_lane(w * power, to.weights.index(0), HEADS)
-    return inexact
-
-
-@gluon.constexpr_function
-def _accumulator(heads):
-    """Dot products [warp, half of its keys, key, 8 heads, lane, head] as a warpgroup product leaves them."""
-    blocks = heads // 8
-    registers = [[0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0]] + [[0, 0, 0, 1 << i, 0, 0] for i in range(blocks.bit_length() - 1)]
-    lanes = [[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 2, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0], [0, 0, 4, 0, 0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]], [], [4, 2, 8, blocks, 4, 2])
+def _larger_halves(a, b):
+    """For reductions."""
+    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _load_offsets(shared, HEADS: gl.constexpr, MMA: gl.constexpr):
-    """What accumulators [64, HEADS] begin with, so that the keys' 64 does not count."""
-    THREADS: gl.constexpr = _accumulator(HEADS)
-    offsets = shared.permute((2, 0, 1, 3)).load(gl.SliceLayout(0, gl.SliceLayout(2, THREADS)))
-    offsets = gl.expand_dims(gl.expand_dims(offsets, 0), 2)
-    offsets = gl.broadcast(offsets, gl.zeros([4, 2, 8, HEADS // 8, 4, 2], gl.int32, THREADS))[0]
-    return gl.convert_layout(gl.reshape(offsets, (KEYS, HEADS)), MMA, assert_trivial=True)
+def _or(a, b):
+    """For reductions."""
+    return a | b
+
+
+@gluon.jit
+def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
+    """A query [HEADS, DIM] of bf16 as whole numbers times a power of two per head, which its weights take over."""
+    QUERY: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])  # stores of 16 bytes
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))
+    pair = gl.arange(0, DIM // 2, gl.SliceLayout(0, QUERY))
+    w = gl.load(weights + head)
+    gl.thread_barrier()  # or the compiler would load weights after all else
+    pairs = gl.load(q.to(gl.pointer_type(gl.int32), bitcast=True) + head[:, None] * (DIM // 2) + pair[None, :])
+    largest = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger_halves)
+    exponent = gl.maximum(largest & 0xFFFF, largest >> 16) >> 7
+    exponent = gl.minimum(gl.maximum(exponent, 20), 160)
+    if HEADS == 64:
+        # The same, but of a thread's two heads neither is known before the other, so that all loads are made at once.
+        first, second = gl.split(gl.permute(gl.reshape(exponent, (2, 32)), (1, 0)))
+        both = gl.inline_asm_elementwise("max.s32 $0, $1, $2;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
+        known = gl.reshape(gl.permute(gl.join(gl.minimum(first, both), gl.minimum(second, both)), (1, 0)), (HEADS,))
+        exponent = gl.convert_layout(known, exponent.type.layout, assert_trivial=True)
+    values = gl.join((pairs << 16).to(gl.float32, bitcast=True), (pairs & -0x10000).to(gl.float32, bitcast=True))
+    factor = -((260 - exponent) << 23).to(gl.float32, bitcast=True)  # the largest is -64 to -127
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, gl.SliceLayout(2, values.type.layout)), assert_trivial=True)
+    factor, values = gl.broadcast(gl.expand_dims(gl.expand_dims(factor, 1), 2), values)
+    shifted = gl.fma(values, factor, gl.full_like(values, ROUND))
+    error = gl.fma(values, factor, ROUND - shifted).to(gl.int32, bitcast=True)
+    error = gl.reduce(gl.reduce(gl.reshape(error, (HEADS // 8, 8, DIM)), 2, _or), 1, _or)  # within warps
+    to.inexact.store(error)
+    # dimension: lane, word, half, nibble; place: word, half, lane, nibble
+    whole = gl.reshape(shifted.to(gl.int32, bitcast=True).to(gl.int8), (HEADS, 4, 4, 2, 4))
+    to.q.index(0).store(gl.reshape(gl.permute(whole, (0, 2, 3, 1, 4)), (HEADS, DIM)))
+    power = ((exponent - 11) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 133 - 5)
+    _store_by_lane(w * power, to.weights.index(0), HEADS)
 
 
 @gluon.jit
 def _take(ring, place, queries, HEADS: gl.constexpr):
     """A tile's keys, widened for a product with `queries`, and what scales their scores."""
+    return _widen(_load_words(ring.words.index(place)), ring, place, queries, HEADS)
+
+
+@gluon.jit
+def _widen(words, ring, place, queries, HEADS: gl.constexpr):
+    """The same of a tile whose words a role already has."""
     MMA: gl.constexpr = _mma(HEADS, queries.q.dtype)
-    words = _load_words(ring.words.index(place))
     if queries.q.dtype == gl.float16:
         return _widen_fp8(words, MMA), _load_scales(ring.factors.index(place))
     elif queries.q.dtype == gl.int8:
@@ -325,23 +343,35 @@ def _take(ring, place, queries, HEADS: gl.constexpr):
 def _multiply(keys, queries, j: gl.constexpr, HEADS: gl.constexpr):
     MMA: gl.constexpr = _mma(HEADS, keys.dtype)
     q = queries.q.index(j).permute((1, 0))
-    if keys.dtype == gl.int8:
-        return warpgroup_mma(keys, q, _load_offsets(queries.offsets, HEADS, MMA), is_async=True)
-    else:
-        return warpgroup_mma(keys, q, gl.zeros([KEYS, HEADS], gl.float32, MMA), use_acc=False, is_async=True)
+    zeros = gl.zeros([KEYS, HEADS], gl.int32 if keys.dtype == gl.int8 else gl.float32, MMA)
+    return warpgroup_mma(keys, q, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _by_lane(dots, HEADS: gl.constexpr):
+    """Dot products [64, HEADS] as [64, 4, HEADS / 4]: those of a thread side by side."""
+    return gl.reshape(gl.permute(gl.reshape(dots, (KEYS, HEADS // 8, 4, 2)), (0, 2, 1, 3)), (KEYS, 4, HEADS // 4))
+
+
+@gluon.jit
+def _load_weights(queries, j: gl.constexpr, HEADS: gl.constexpr):
+    """A query's weights of the heads whose dot products a thread holds."""
+    dots = gl.zeros([KEYS, HEADS], gl.float32, _mma(HEADS, queries.q.dtype))
+    return queries.weights.index(j).load(gl.SliceLayout(0, _by_lane(dots, HEADS).type.layout))
 
 
 @gluon.jit
 def _lane_sums(dots, weights, HEADS: gl.constexpr):
     """What each thread holds of its two keys' sums over heads, fp32 [warp, 8, lane] each."""
     if dots.dtype == gl.int32:
-        terms = gl.maximum(dots, 0).to(gl.float32, bitcast=True)  # the bits of a small whole number are 2^-149 times it
+        # relu, times 2^-22: the bits of a small whole number are 2^-149 times it, those of one below 0 no number, which becomes 0
+        terms = gl.inline_asm_elementwise(
+            "mul.sat.f32 $0, $1, 0f7F000000;", "=f,r", [dots], dtype=gl.float32, is_pure=True, pack=1
+        )
     else:
         # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
         terms = dots + gl.abs(dots)
-    terms = gl.reshape(gl.permute(gl.reshape(terms, (KEYS, HEADS // 8, 4, 2)), (0, 2, 1, 3)), (KEYS, 4, HEADS // 4))
-    w = weights.load(gl.SliceLayout(0, terms.type.layout))
-    sums = gl.sum(terms * gl.expand_dims(w, 0), 2)
+    sums = gl.sum(_by_lane(terms, HEADS) * gl.expand_dims(weights, 0), 2)
     low, high = gl.split(gl.permute(gl.reshape(sums, (4, 2, 8, 4)), (0, 2, 3, 1)))
     return gl.convert_layout(low, LANES, assert_trivial=True), gl.convert_layout(high, LANES, assert_trivial=True)
 
@@ -399,13 +429,15 @@ def _store(scores, to, row, best_row, tile, best_tile, reach, best_reach, MAXIMA
 
 @gluon.jit
 def _wait(barriers, n):
-    """For the n-th use of the stages of a ring."""
+    """For the n-th use of the stages of a ring -> its stage."""
     STAGES: gl.constexpr = barriers.shape[0]
-    mbarrier.wait(barriers.index(n & (STAGES - 1)), ((n & STAGES) != 0).to(gl.int32))
+    stage = (n.to(gl.uint32) % STAGES).to(gl.int32)
+    mbarrier.wait(barriers.index(stage), (n.to(gl.uint32) // STAGES & 1).to(gl.int32))
+    return stage
 
 
 @gluon.jit
-def _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score_tiles(ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """One query and the two tiles of a stage. A positive scale passes the relu."""
     keys, scale_a = _take(ring, 2 * stage, queries, HEADS)
     dots = _multiply(keys, queries, 0, HEADS)
@@ -413,9 +445,45 @@ def _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS: gl.constex
     gl.thread_barrier()
     mbarrier.arrive(ring.empty.index(stage))
     dots = warpgroup_mma_wait(0, deps=(dots,))
-    low_a, high_a = _lane_sums(dots, queries.weights.index(0), HEADS)
+    low_a, high_a = _lane_sums(dots, weights, HEADS)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
-    low_b, high_b = _lane_sums(dots, queries.weights.index(0), HEADS)
+    low_b, high_b = _lane_sums(dots, weights, HEADS)
+    _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
+
+
+@gluon.jit
+def _score_tiles_in_int8(words, ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """The same with both products at once, for which keys of 8 bits leave registers."""
+    keys, scale_a = _widen(words, ring, 2 * stage, queries, HEADS)
+    dots_a = _multiply(keys, queries, 0, HEADS)
+    keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(stage))
+    dots_b = _multiply(keys, queries, 0, HEADS)
+    dots_a = warpgroup_mma_wait(1, deps=(dots_a,))
+    low_a, high_a = _lane_sums(dots_a, weights, HEADS)
+    dots_b = warpgroup_mma_wait(0, deps=(dots_b,))
+    low_b, high_b = _lane_sums(dots_b, weights, HEADS)
+    _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
+
+
+@gluon.jit
+def _score_tiles_in_turn(words, ring, stage, queries, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """The same in fewer registers."""
+    keys, scale_a = _widen(words, ring, 2 * stage, queries, HEADS)
+    dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
+    low_a, high_a = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
+    keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
+    dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(stage))
+    low_b, high_b = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
+    _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
+
+
+@gluon.jit
+def _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA: gl.constexpr):
+    """The scores of a query and two tiles."""
     _, _, lane = _places()
     scores = _add_lanes(low_a, high_a, low_b, high_b) * gl.where(lane < 2, scale_a, scale_b)
     of_lane, of_best, _ = _items(tile, tile + 1)
@@ -433,13 +501,13 @@ def _score_queries(ring, stage, queries, to, query, tile, work, count, HEADS: gl
     for j in gl.static_range(0, QUERIES, 2):
         next_dots = _multiply(keys, queries, j + 1, HEADS)
         dots = warpgroup_mma_wait(1, deps=(dots,))
-        low_a, high_a = _lane_sums(dots, queries.weights.index(j), HEADS)
+        low_a, high_a = _lane_sums(dots, _load_weights(queries, j, HEADS), HEADS)
         if j + 2 < QUERIES:
             dots = _multiply(keys, queries, j + 2, HEADS)
             next_dots = warpgroup_mma_wait(1, deps=(next_dots,))
         else:
             next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
-        low_b, high_b = _lane_sums(next_dots, queries.weights.index(j + 1), HEADS)
+        low_b, high_b = _lane_sums(next_dots, _load_weights(queries, j + 1, HEADS), HEADS)
         scores = _add_lanes(low_a, high_a, low_b, high_b) * scale
         of_lane, of_best, _ = _items(j, j + 1)
         reach = gl.minimum(gl.load(work.visible + query + of_lane, mask=of_lane < count, other=0), work.num_entries)
@@ -449,15 +517,14 @@ def _score_queries(ring, stage, queries, to, query, tile, work, count, HEADS: gl
 
 @gluon.jit
 def _is_wide(ring, stage):
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(ring.wide.index(stage).load(FLAG), 0)
+    return gl.reduce(ring.wide.index(stage).load(gl.BlockedLayout([2], [32], [4], [0])), 0, _or)
 
 
 @gluon.jit
-def _shares(work, QUERIES: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Where every row's tiles end among those of all rows, how many there are, and this program's first and end."""
-    COUNTS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    rows = gl.arange(0, ROWS, COUNTS)
+def _rows_from(work, first, before, QUERIES: gl.constexpr, WARPS: gl.constexpr):
+    """ROWS rows of work from `first` on, of whose tiles `before` precede them."""
+    COUNTS: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [WARPS], [0])  # all of them in every warp
+    rows = first + gl.arange(0, ROWS, COUNTS)
     if QUERIES == 1:
         seen = gl.load(work.visible + rows, mask=rows < work.num_rows, other=0)
     else:
@@ -467,35 +534,52 @@ def _shares(work, QUERIES: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr
             of_row = rows % blocks * QUERIES + j
             inside = (rows < work.num_rows) & (of_row < work.b)
             seen = gl.maximum(seen, gl.load(work.visible + rows // blocks * work.b + of_row, mask=inside, other=0))
-    tiles = (gl.minimum(seen, work.num_entries) + KEYS - 1) // KEYS
-    ends = gl.associative_scan(tiles, 0, plus)
-    total = gl.sum(tiles, 0)
-    share = total // gl.num_programs(0)
-    rest = total - share * gl.num_programs(0)
-    begin = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
-    return ends, total, _uniform(begin), _uniform(begin + share + (gl.program_id(0) < rest).to(gl.int32))
+    ends = before + gl.associative_scan((gl.minimum(seen, work.num_entries) + KEYS - 1) // KEYS, 0, plus)
+    return Rows(first, before, ends, gl.max(ends, 0))
 
 
 @gluon.jit
-def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr):
+def _shares(work, QUERIES: gl.constexpr, WARPS: gl.constexpr):
+    """The first rows, and the first and the end of this program's tiles among those of all rows."""
+    rows = _rows_from(work, 0, 0, QUERIES, WARPS)
+    total = rows.last
+    for first in range(ROWS, work.num_rows, ROWS):
+        total = _rows_from(work, first, total, QUERIES, WARPS).last
+    share = total // gl.num_programs(0)
+    rest = total - share * gl.num_programs(0)
+    begin = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
+    return rows, _uniform(begin), _uniform(begin + share + (gl.program_id(0) < rest).to(gl.int32))
+
+
+@gluon.jit
+def _row_at(work, rows, tile, QUERIES: gl.constexpr, WARPS: gl.constexpr):
+    """The rows among which is that of `tile`, if it is in none before `rows`; its number; and where it begins and ends among all tiles."""
+    while rows.last <= tile:
+        rows = _rows_from(work, rows.first + ROWS, rows.last, QUERIES, WARPS)
+    passed = rows.ends <= tile
+    row = rows.first + gl.sum(passed.to(gl.int32), 0)
+    begin, end = gl.max(gl.where(passed, rows.ends, rows.before), 0), gl.min(gl.where(passed, rows.last, rows.ends), 0)
+    return rows, _uniform(row), _uniform(begin), _uniform(end)
+
+
+@gluon.jit
+def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.constexpr, TILES: gl.constexpr):
     """The role of one warp: this program's tiles into the ring."""
     STAGES: gl.constexpr = ring.full.shape[0]
     ITEMS: gl.constexpr = ring.words.shape[0] // STAGES
-    gdc_wait()  # launched while the kernel before may still run
-    ends, total, begin, end = _shares(work, QUERIES, ROWS, 1)
+    rows, begin, end = _shares(work, QUERIES, 1)
     blocks = (work.b + QUERIES - 1) // QUERIES
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     n = 0
     while begin < end:
-        row, row_begin, row_end = _row_at(ends, begin, total)
+        rows, row, row_begin, row_end = _row_at(work, rows, begin, QUERIES, 1)
         stop = gl.minimum(end, row_end)
         first, last = begin - row_begin, stop - row_begin
         table = page_table + (row // blocks).to(gl.int64) * table_stride
         for group in range(first, last, 32):
             pages = gl.load(table + (group + lane) // TILES, mask=group + lane < last, other=0)
             for i in range(0, gl.minimum(last - group, 32), ITEMS):
-                _wait(ring.empty, n + STAGES)  # so that all stages are empty at first
-                stage = n & (STAGES - 1)
+                stage = _wait(ring.empty, n + STAGES)  # so that all stages are empty at first
                 full = ring.full.index(stage)
                 mbarrier.expect(full, ITEMS * (ring.words.shape[2] * ring.words.shape[3] + ring.factors.shape[2]) * 4)
                 for item in gl.static_range(ITEMS):
@@ -507,136 +591,141 @@ def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.const
                     tma.async_copy_global_to_shared(scales, [page, part * KEYS], full, ring.factors.index(place))
                 n += 1
         begin = stop
+        if begin < end:
+            rows = _rows_from(work, rows.first, rows.before, QUERIES, 1)  # once more, rather than kept in few registers
 
 
 @gluon.jit
-def _look_ahead(work, ring, ROWS: gl.constexpr):
-    """The role of another warp: what products in int8 need of the scales, and whether a key's are more than a factor of four apart."""
-    STAGES: gl.constexpr = ring.full.shape[0]
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    gdc_wait()
-    ends, total, begin, end = _shares(work, 1, ROWS, 1)
+def _look_ahead(work, ring):
+    """The role of two warps, one per tile: what products in int8 need of the scales, and whether a key's are more than a factor of four
+    apart.
+    """
+    rows, begin, end = _shares(work, 1, 2)
     n = 0
     while begin < end:
-        _, _, row_end = _row_at(ends, begin, total)
+        rows, _, _, row_end = _row_at(work, rows, begin, 1, 2)
         stop = gl.minimum(end, row_end)
         for _ in range(begin, stop, 2):
-            _wait(ring.full, n)
-            stage = n & (STAGES - 1)
-            wide = _prepare(ring, 2 * stage) | _prepare(ring, 2 * stage + 1)
-            ring.wide.index(stage).store(gl.zeros([1], gl.int32, FLAG) + wide)
+            stage = _wait(ring.full, n)
+            _prepare(ring, stage)
             gl.thread_barrier()
             mbarrier.arrive(ring.checked.index(stage))
             n += 1
         begin = stop
+        if begin < end:
+            rows = _rows_from(work, rows.first, rows.before, 1, 2)
 
 
 @gluon.jit
-def _prepare(ring, place):
-    """Of a tile's keys: the largest scale times 2^56, and for each of four scales 4, 2 or 1 where it is that, a half, a quarter of it.
-
-    Returns:
-        Not 0 if a scale is less still.
+def _prepare(ring, stage):
+    """Of the keys of a stage: the largest scale times 2^24, and for each of four scales 4, 2 or 1 where it is that, a half, a quarter of
+    it; and not 0 for a tile where a scale is less still.
     """
-    PAIRS: gl.constexpr = gl.DistributedLinearLayout([[0, 1]], [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]], [], [], [1, 64])
+    STAGES: gl.constexpr = ring.full.shape[0]
+    PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [2], [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    factors = ring.factors._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).load(PAIRS)
     largest, units, missing = gl.inline_asm_elementwise(
         """{
-        .reg .b32 even, odd, most, below, unit;
-        and.b32 even, $3, 0x00ff00ff;
-        shr.u32 odd, $3, 8;
-        and.b32 odd, odd, 0x00ff00ff;
+        .reg .b32 even, odd, most, other, sel, seven;
+        prmt.b32 even, $3, 0, 0x4240;
+        prmt.b32 odd, $3, 0, 0x4341;
         max.u16x2 most, even, odd;
-        prmt.b32 below, most, most, 0x1032;
-        max.u16x2 most, most, below;
+        prmt.b32 other, most, most, 0x1032;
+        max.u16x2 most, most, other;
+        mad.lo.u32 $0, most, 0x00800000, 0x0c000000;
         sub.u32 even, most, even;
         sub.u32 odd, most, odd;
-        shl.b32 $0, most, 23;
-        add.u32 $0, $0, 0x1c000000;
-        and.b32 below, even, 0xffff;
-        shr.u32 $1, 4, below;
-        and.b32 below, odd, 0xffff;
-        shr.u32 unit, 4, below;
-        shl.b32 unit, unit, 8;
-        or.b32 $1, $1, unit;
-        shr.u32 below, even, 16;
-        shr.u32 unit, 4, below;
-        shl.b32 unit, unit, 16;
-        or.b32 $1, $1, unit;
-        shr.u32 below, odd, 16;
-        shr.u32 unit, 4, below;
-        shl.b32 unit, unit, 24;
-        or.b32 $1, $1, unit;
+        mov.b32 seven, 0x00070007;
+        min.u16x2 even, even, seven;
+        min.u16x2 odd, odd, seven;
+        mad.lo.u32 sel, odd, 16, even;
+        shr.u32 other, sel, 8;
+        or.b32 sel, sel, other;
+        prmt.b32 $1, 0x00010204, 0, sel;
         sub.u32 $2, $1, 0x01010101;
         lop3.b32 $2, $2, $1, 0x80808080, 0x20;
         }""",
         "=&r,=&r,=&r,r",
-        [ring.factors.index(place).load(PAIRS)],
+        [factors],
         dtype=(gl.int32, gl.int32, gl.int32),
         is_pure=True,
         pack=1,
     )
-    ring.largest.index(place).store(largest)
-    ring.units.index(place).store(units)
-    return gl.max(gl.reshape((missing != 0).to(gl.int32), (KEYS,)), 0)
+    ring.largest._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).store(largest)
+    ring.units._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).store(units)
+    ring.wide.index(stage).store(gl.reduce(gl.reshape(missing, (2, KEYS)), 1, _or))  # within warps
 
 
 @gluon.jit
-def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, ROWS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """The role of four warps: scores of this program's tiles."""
     QUERIES: gl.constexpr = queries.q.shape[0]
     MIXED: gl.constexpr = queries.q.dtype == gl.int8
-    STAGES: gl.constexpr = ring.full.shape[0]
-    gdc_wait()
-    gdc_launch_dependents()  # what follows waits for this kernel's end by itself
-    ends, total, begin, end = _shares(work, QUERIES, ROWS, 4)
+    rows, begin, end = _shares(work, QUERIES, 4)
+    if begin >= end:
+        gdc_wait()  # or the kernel after the next might start too early
     blocks = (work.b + QUERIES - 1) // QUERIES
     n = 0
     while begin < end:
-        row, row_begin, row_end = _row_at(ends, begin, total)
+        rows, row, row_begin, row_end = _row_at(work, rows, begin, QUERIES, 4)
         stop = gl.minimum(end, row_end)
         first, last = begin - row_begin, stop - row_begin
         begin = stop
         query = (row // blocks * work.b + row % blocks * QUERIES).to(gl.int64)
         count = gl.minimum(work.b - row % blocks * QUERIES, QUERIES)
-        inexact = 0
+        reach = gl.minimum(gl.minimum(gl.load(work.visible + query), work.num_entries), last * KEYS)
         precise_is_there = False
         gl.thread_barrier()
+        if n == 0:
+            gdc_wait()  # now that addresses are known, which the compiler would compute after a wait without a condition
+            gdc_launch_dependents()  # what follows waits for this kernel's end by itself
         for j in gl.static_range(QUERIES):
-            values = _load_query(q + (query + j) * (HEADS * DIM), j < count, HEADS)
             of_query = weights + (query + gl.minimum(j, count - 1)) * HEADS
             if MIXED:
-                inexact = _store_query_in_int8(values, of_query, queries, HEADS)
+                _store_query_in_int8(q + query * (HEADS * DIM), of_query, queries, HEADS)
             else:
+                values = _load_query(q + (query + j) * (HEADS * DIM), j < count, HEADS)
                 _store_query(values, of_query, queries, j, HEADS)
         fence_async_shared()
         gl.thread_barrier()
-        reach = gl.minimum(gl.minimum(gl.load(work.visible + query), work.num_entries), last * KEYS)
         if QUERIES == 1:
+            of_heads = _load_weights(queries, 0, HEADS)
+            if MIXED:
+                inexact = _uniform(gl.reduce(queries.inexact.load(gl.BlockedLayout([HEADS // 8], [32], [4], [0])), 0, _or))
             for tile in range(first, last, 2):
-                _wait(ring.checked, n)
-                stage = n & (STAGES - 1)
+                stage = _wait(ring.checked, n)
                 n += 1
                 if MIXED:
+                    words = _load_words(ring.words.index(2 * stage))
                     if (inexact | _is_wide(ring, stage)) != 0:
                         if not precise_is_there:
-                            values = _load_query(q + query * (HEADS * DIM), True, HEADS)
-                            _store_query(values, weights + query * HEADS, precise, 0, HEADS)
+                            here = _again(row // blocks * work.b + row % blocks)
+                            values = _load_query(q + here.to(gl.int64) * (HEADS * DIM), True, HEADS)
+                            _store_query(values, weights + here.to(gl.int64) * HEADS, precise, 0, HEADS)
                             fence_async_shared()
                             gl.thread_barrier()
                             precise_is_there = True
-                        _score_tiles(ring, stage, precise, to, query, tile, reach, HEADS, MAXIMA)
+                        _score_tiles_in_turn(words, ring, stage, precise, to, query, tile, reach, HEADS, MAXIMA)
                     else:
-                        _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS, MAXIMA)
+                        _score_tiles_in_int8(words, ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
                 else:
-                    _score_tiles(ring, stage, queries, to, query, tile, reach, HEADS, MAXIMA)
+                    _score_tiles(ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
         else:
             for tile in range(first, last):
-                _wait(ring.full, n)
-                _score_queries(ring, n & (STAGES - 1), queries, to, query, tile, work, count, HEADS, MAXIMA)
+                stage = _wait(ring.full, n)
+                _score_queries(ring, stage, queries, to, query, tile, work, count, HEADS, MAXIMA)
                 n += 1
+        if begin < end:
+            rows = _rows_from(work, rows.first, rows.before, QUERIES, 4)
 
 
-@gluon.jit
+POINTERS = {"weights": "*fp32", "page_table": "*i32", "visible": "*i32", "out": "*fp32", "maxima": "*fp32"}
+SCALARS = ("table_stride", "out_stride", "maxima_stride", "num_rows", "b", "num_entries")
+
+
+# One binary per layout, heads, queries and page size: a prefill has many counts and strides, and parts of tensors begin anywhere.
+@gluon.jit(do_not_specialize=[*POINTERS, *SCALARS])
 def _index_score_kernel_sm90(
     q,  # [n, b, HEADS, DIM]: bytes of e4m3 for index_fp8, otherwise bf16
     weights,  # fp32 [n, b, HEADS]
@@ -655,7 +744,6 @@ def _index_score_kernel_sm90(
     LAYOUT: gl.constexpr,
     HEADS: gl.constexpr,
     QUERIES: gl.constexpr,
-    ROWS: gl.constexpr,  # num_rows, rounded up to a power of two
     MAXIMA: gl.constexpr,
     TILES: gl.constexpr,  # per page
     STAGES: gl.constexpr,
@@ -672,18 +760,18 @@ def _index_score_kernel_sm90(
     full, empty = allocate_barriers(STAGES), allocate_barriers(STAGES)
     q_shared = gl.allocate_shared_memory(WIDE, [QUERIES, HEADS, DIM], gl.NVMMASharedLayout.get_default_for([HEADS, DIM], WIDE))
     w_shared = gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS)
-    precise = Queries(q_shared, w_shared, w_shared)
+    precise = Queries(q_shared, w_shared)
     if MIXED:
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
         SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], gl.int8)
         largest = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
         units = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
-        wide = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        wide = gl.allocate_shared_memory(gl.int32, [STAGES, 2], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
         ring = Ring(words, factors, full, empty, largest, units, wide, allocate_barriers(STAGES))
         queries = Queries(
             gl.allocate_shared_memory(gl.int8, [QUERIES, HEADS, DIM], SHARED),
             gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS),
-            gl.allocate_shared_memory(gl.int32, [HEADS // 8, 4, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, order=[3, 2, 1, 0])),
+            gl.allocate_shared_memory(gl.int32, [HEADS // 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
         )
     else:
         ring = Ring(words, factors, full, empty, factors, factors, factors, full)
@@ -693,21 +781,21 @@ def _index_score_kernel_sm90(
     if MIXED:
         gl.warp_specialize(
             [
-                (_score, (work, q, weights, to, ring, queries, precise, HEADS, ROWS, MAXIMA)),
-                (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, ROWS, TILES)),
-                (_look_ahead, (work, ring, ROWS)),
+                (_score, (work, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
+                (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
+                (_look_ahead, (work, ring)),
             ],
-            [1, 1],
+            [1, 2],
             [24, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (_score, (work, q, weights, to, ring, queries, precise, HEADS, ROWS, MAXIMA)),
-                (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, ROWS, TILES)),
+                (_score, (work, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
+                (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
             ],
             [1],
-            [24],
+            [24 if QUERIES == 1 else 40],
         )
 
 
@@ -722,14 +810,14 @@ class ScoreConfig:
 
     programs: int  # persistent, each takes an equal share of all tiles
     queries: int  # consecutive queries of a sequence that share the keys of a tile
-    stages: int  # in shared memory, on their way or in use, of two tiles if `queries` is 1, else of one; a power of two
+    stages: int  # in shared memory, on their way or in use, of two tiles if `queries` is 1, else of one
     registers: int  # per thread at launch, half of what the scoring warps get
 
 
 def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
     """As many programs as registers hold: one converts and sums beside another's products.
 
-    With 64 heads scoring threads need 136 registers: 4 x 262,144 keys of index_fp8 take 40.9 us with three programs and 42.5 with four.
+    With 64 heads scoring threads need 136 registers, so a fourth program would spill: 13.6 in place of 10.6 us for 262,144 keys of index_fp8.
     """
     queries = min(4, triton.next_power_of_2(b))
     copies = 2 if queries > 1 else 3 if heads == 64 else 4
@@ -763,7 +851,8 @@ def index_score(
 ) -> Tensor:
     """As `abyssal.ops.index_score.triton.index_score`, for compute capability 9.0 and keys of index_fp8 or index_mxfp4.
 
-    mxfp4 scales are exact from 2^-62 to 2^64.
+    mxfp4 scales are exact from 2^-62 to 2^64. `pool`, `page_table` and `visible` are read while the kernel launched right before may
+    still run: that one writes none of them, and has let this one start only once those before it had ended.
     """
     check(q, weights, pool, page_table, visible, layout, entries_per_page, num_entries, maxima)
     if layout.name == "index_bf16":
@@ -795,7 +884,6 @@ def index_score(
         LAYOUT=layout.name,
         HEADS=heads,
         QUERIES=config.queries,
-        ROWS=triton.next_power_of_2(rows),
         MAXIMA=maxima is not None,
         TILES=entries_per_page // KEYS_PER_TILE,
         STAGES=config.stages,
@@ -813,32 +901,29 @@ def _descriptor_type(rank: int, row_words: int, swizzle: int) -> str:
 
 def aot_cases() -> list[AotCase]:
     """Both layouts, Flash's and V4.1's heads."""
-    pointers = {"weights": "*fp32", "page_table": "*i32", "visible": "*i32", "out": "*fp32", "maxima": "*fp32"}
-    scalars = ("table_stride", "out_stride", "maxima_stride", "num_rows", "b", "num_entries")
     return [
         AotCase(
-            name=f"index_score_sm90[{layout},heads={heads},queries={queries},rows={rows}]",
+            name=f"index_score_sm90[{layout},heads={heads},queries={queries}]",
             kernel=_index_score_kernel_sm90,
             signature={
                 "q": "*u8" if layout == "index_fp8" else "*bf16",
                 "keys": _descriptor_type(3, words, 128),
                 "scales": _descriptor_type(2, words, 0),
-                **pointers,
-                **dict.fromkeys(scalars, "i32"),
+                **POINTERS,
+                **dict.fromkeys(SCALARS, "i32"),
             },
             constants={
                 "LAYOUT": layout,
                 "HEADS": heads,
                 "QUERIES": queries,
-                "ROWS": rows,
                 "MAXIMA": True,
                 "TILES": 1,
                 "STAGES": 2 if queries == 1 else 4,
             },
             num_warps=4,
-            aligned=("q", *pointers, "out_stride", "maxima_stride"),
+            aligned=("q",),
             archs=(HOPPER,),
         )
         for layout, words in (("index_fp8", 32), ("index_mxfp4", 16))
-        for heads, queries, rows in ((64, 1, 1), (64, 1, 4), (64, 1, 128), (32, 1, 1), (8, 1, 1), (64, 4, 64), (32, 4, 64))
+        for heads, queries in ((64, 1), (32, 1), (8, 1), (64, 4), (32, 4))
     ]

@@ -30,12 +30,11 @@ from abyssal.ops._records import (
     store_like,
     to_bf16,
     to_fp32,
-    wait_for_inputs,
+    wait_before_product,
     zero_behind_loads,
 )
 from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 
-WARPS = 4  # each sums every fourth 128 columns
 COLUMNS = 128  # that a warp takes at a time
 PANEL_ROWS = 16
 BLOCKS = (32, 64, 128)  # widths of weight blocks and of input tiles
@@ -43,6 +42,7 @@ FEW_TOKENS = 16
 TILED_TOKENS = 256
 MOST_GROUPS = 3  # of a launch
 PROGRAMS = 128  # that keep the card busy
+MULTIPROCESSORS = 132
 
 Route = Literal["few", "tiled", "library"]
 
@@ -207,7 +207,7 @@ def quantise_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Token t, WIDTH columns per program. CODES: codes uint8 and scales fp32 [T, K / TILE], else the rounded values."""
-    wait_for_inputs(EARLY)
+    wait_before_product(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     values = to_fp32(tl.load(x + token * x_stride + column, mask=column < K, other=0.0))
@@ -253,24 +253,54 @@ def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -
 
 @dataclass(frozen=True, slots=True)
 class FewConfig:
-    """Sizes of one launch. None changes a sum: each output is one chain of products per warp, then the sum over the warps."""
+    """Sizes of one launch. Only `warps` changes a sum: each output is one chain of products per warp, then the sum over the warps."""
 
     tokens: int  # of a program
     rows: tuple[int, ...]  # of a program, per group
     chunks: tuple[int, ...]  # of 128 columns of a warp whose loads are in flight together, per group
+    warps: int  # each sums every so manyth 128 columns
+    registers: int | None = None  # of a thread at most
+    programs: int = 0  # each multiplies every so manyth tile of rows; 0: one
 
 
-def few_config(tokens: int, groups: Sequence[tuple[int, int | None]]) -> FewConfig:
-    """
+def few_config(tokens: int, columns: int, groups: Sequence[tuple[int, int | None, int]]) -> FewConfig:
+    """As many loads in flight as registers hold: with about 60 KB per multiprocessor a product reads 3.1 TB/s, with 96 KB 4.4 (H200).
+
+    Where a multiprocessor gets one program, that has eight warps, and all weights are on their way before the input is there. The number of
+    warps follows from the weights alone, so that a token's bits do not depend on its batch.
+
     Args:
-        groups: rows of each group, and the tile of e4m3 weights.
+        columns: K of the input.
+        groups: rows of each group, the tile of e4m3 weights, and parts of plain ones.
     """
     per_program = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
-    rows = tuple(32 if tile == 128 and n >= 256 * PROGRAMS else 16 for n, tile in groups)
-    chunks = tuple(
-        2 if tile == 128 and height == 16 and per_program == 8 else 1 for height, (_, tile) in zip(rows, groups, strict=True)
+    tiles = sum(-(-n // PANEL_ROWS) for n, *_ in groups)
+    beside = -(-tiles // MULTIPROCESSORS)  # programs of a multiprocessor
+    alone = beside == 1 and columns >= 8 * COLUMNS
+    warps = 8 if alone else 4
+    rows = tuple(
+        8 if alone and 2 * tiles <= MULTIPROCESSORS else 32 if tile == 128 and n >= 256 * PROGRAMS else 16
+        for n, tile, _ in groups
     )
-    return FewConfig(per_program, rows, chunks)
+    if per_program > 8:
+        return FewConfig(per_program, rows, (1,) * len(groups), warps)
+    steps = [-(-columns * parts // (warps * COLUMNS)) for *_, parts in groups]
+    if len(groups) == 1 and groups[0][1] is not None and beside > 8 and 1 < steps[0] <= 3:
+        most = 3 if steps[0] <= 2 else 2
+        return FewConfig(8, (16,), (steps[0],), 4, 168 if most == 3 else None, most * MULTIPROCESSORS)
+    chunks = tuple(
+        _chunks(count, height, tile, beside, alone) for count, height, (_, tile, _) in zip(steps, rows, groups, strict=True)
+    )
+    return FewConfig(8, rows, chunks, warps, None if beside <= 2 else 168 if beside == 3 else 128)
+
+
+def _chunks(steps: int, rows: int, tile: int | None, beside: int, alone: bool) -> int:
+    """All `steps` if their weights fit into the registers, else as many as fit twice."""
+    if tile is None:
+        once, twice = (5 if rows == 8 else 2, 2) if alone else (2, 2) if beside <= 2 else (1, 1)
+    else:
+        once, twice = (5, 3) if alone else (4, 4) if beside <= 2 else (3, 2) if rows == 16 else (2, 1)
+    return steps if steps <= once else twice
 
 
 HALVES_ASM = tl.constexpr("""
@@ -389,8 +419,8 @@ def _load_weights(
                 if TILE == 128:
                     place = n * (K // 4) + column // 4 + word
                 else:
-                    panel = (n0 // 16 + eight // 2).to(tl.int64) if FULL else n // 16
-                    inner = (eight % 2 * 8 + tl.arange(0, 8))[:, None, None] if FULL else n % 16
+                    panel = ((n0 + eight * 8) // 16).to(tl.int64) if FULL else n // 16
+                    inner = ((n0 % 16 + eight * 8) % 16 + tl.arange(0, 8))[:, None, None] if FULL else n % 16
                     place = panel * (4 * K) + column * 4 + (inner * (TILE // 4) + word)
                 for part in tl.static_range(32 // WORDS):
                     values = values + (tl.load(data + place + part * (16 if TILE == 128 else 4 * TILE), mask=inside),)
@@ -439,6 +469,17 @@ def _load_inputs(
     return inputs, scales
 
 
+@triton.constexpr_function
+def _tiles(rows: int) -> int:
+    """Products of 16 rows; of 8 rows the second half is the first again, and dropped."""
+    return -(-rows // 16)
+
+
+@triton.constexpr_function
+def _next(rows: int) -> int:
+    return 1 if rows > 8 else 0
+
+
 @triton.jit
 def _multiply_fp8(sums, w, w_bytes, x, x_scales, zero, BN, BT, CHUNKS, TILE, WARPS):
     """sums: a tuple of fp32 [WARPS, 16, 8], for each 16 rows one per eight tokens, plus the product of what was loaded, block by block."""
@@ -448,12 +489,12 @@ def _multiply_fp8(sums, w, w_bytes, x, x_scales, zero, BN, BT, CHUNKS, TILE, WAR
     for chunk in tl.static_range(CHUNKS):
         for block in tl.static_range(128 // TILE):
             new = ()
-            for tile in tl.static_range(BN // 16):
-                w_scale = _weight_scale(w_bytes[chunk * (BN // 16) + tile].to(tl.int32) + zero, block, WARPS)
+            for tile in tl.static_range(_tiles(BN)):
+                w_scale = _weight_scale(w_bytes[chunk * _tiles(BN) + tile].to(tl.int32) + zero, block, WARPS)
                 operands = ()
                 for part in tl.static_range(PER_BLOCK):
                     low = w[(chunk * (BN // 8) + 2 * tile) * PIECES + block * PER_BLOCK + part]
-                    high = w[(chunk * (BN // 8) + 2 * tile + 1) * PIECES + block * PER_BLOCK + part]
+                    high = w[(chunk * (BN // 8) + 2 * tile + _next(BN)) * PIECES + block * PER_BLOCK + part]
                     operands = operands + (_fp8_tile(low, high, WARPS, WORDS),)
                 for eight in tl.static_range(BT // 8):
                     total = tl.zeros((WARPS, 16, 8), tl.float32) + zero
@@ -472,9 +513,9 @@ def _multiply_plain(sums, w, x, zero, BN, BT, CHUNKS, WARPS):
     for chunk in tl.static_range(CHUNKS):
         for part in tl.static_range(4):
             new = ()
-            for tile in tl.static_range(BN // 16):
+            for tile in tl.static_range(_tiles(BN)):
                 low = w[(chunk * (BN // 8) + 2 * tile) * 4 + part]
-                operand = _plain_tile(low, w[(chunk * (BN // 8) + 2 * tile + 1) * 4 + part], WARPS)
+                operand = _plain_tile(low, w[(chunk * (BN // 8) + 2 * tile + _next(BN)) * 4 + part], WARPS)
                 for eight in tl.static_range(BT // 8):
                     total = sums[tile * (BT // 8) + eight]
                     if chunk == 0 and part == 0:
@@ -488,12 +529,12 @@ def _multiply_plain(sums, w, x, zero, BN, BT, CHUNKS, WARPS):
 def _product(
     x, x_stride, x_scales, x_scale_stride, data, exponents, out, tile, t0, T, N, K, columns, group_rows,
     BN: tl.constexpr, BT: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows BN of one weight for BT tokens: each warp's own columns, then the sum over the warps.
 
-    The loads of the next columns are in flight during a product. Weights do not depend on the kernel before: the first are on their
-    way before the input is there.
+    The loads of the next columns are in flight during a product; WHOLE: they are one step, and with STRIDE the next are those of the tile
+    so many further on. Weights do not depend on the kernel before: the first are on their way before the input is there.
     """
     group_tiles = tl.cdiv(group_rows, BN)
     group = tile // group_tiles
@@ -505,29 +546,66 @@ def _product(
         x += group * (columns // 4)
         x_scales += group * (columns // TILE)
     first = tl.arange(0, WARPS) * 128
-    sums = ()
-    for _ in tl.static_range(BN // 16 * (BT // 8)):
-        sums = sums + (tl.zeros((WARPS, 16, 8), tl.float32),)
     w, w_bytes = _load_weights(data, exponents, n0, N_end, first, K, BN, TILE, ROW_BLOCK, FULL, CHUNKS, WARPS)
     if not INTERPRETED:
         gdc_wait()
-    for _ in range(0, K, WARPS * 128 * CHUNKS):
+        gdc_launch_dependents()
+    if WHOLE:
         inputs, scales = _load_inputs(
             x, x_stride, x_scales, x_scale_stride, t0, T, first, K, columns, BT, TILE, PARTS, EVEN, CHUNKS, WARPS
         )
-        first += WARPS * 128 * CHUNKS
-        w_next, bytes_next = _load_weights(data, exponents, n0, N_end, first, K, BN, TILE, ROW_BLOCK, FULL, CHUNKS, WARPS)
-        if TILE is None:
-            sums = _multiply_plain(sums, w, inputs, zero_behind_loads(), BN, BT, CHUNKS, WARPS)
+        if STRIDE:
+            for here in range(n0, N, STRIDE * BN):
+                ahead = here + STRIDE * BN
+                w_next, bytes_next = _load_weights(
+                    data, exponents, ahead, N_end, first, tl.where(ahead < N, K, 0), BN, TILE, ROW_BLOCK, FULL, CHUNKS, WARPS
+                )
+                sums = _multiply(_no_sums(BN, BT, WARPS), w, w_bytes, inputs, scales, BN, BT, CHUNKS, TILE, WARPS)
+                _store_sums(sums, out, here, N_end, t0, T, N, BN, BT)
+                w, w_bytes = w_next, bytes_next
         else:
-            sums = _multiply_fp8(sums, w, w_bytes, inputs, scales, zero_behind_loads(), BN, BT, CHUNKS, TILE, WARPS)
-        w, w_bytes = w_next, bytes_next
-    for tile16 in tl.static_range(BN // 16):
+            sums = _multiply(_no_sums(BN, BT, WARPS), w, w_bytes, inputs, scales, BN, BT, CHUNKS, TILE, WARPS)
+            _store_sums(sums, out, n0, N_end, t0, T, N, BN, BT)
+    else:
+        sums = _no_sums(BN, BT, WARPS)
+        for _ in range(0, K, WARPS * 128 * CHUNKS):
+            inputs, scales = _load_inputs(
+                x, x_stride, x_scales, x_scale_stride, t0, T, first, K, columns, BT, TILE, PARTS, EVEN, CHUNKS, WARPS
+            )
+            first += WARPS * 128 * CHUNKS
+            w_next, bytes_next = _load_weights(data, exponents, n0, N_end, first, K, BN, TILE, ROW_BLOCK, FULL, CHUNKS, WARPS)
+            sums = _multiply(sums, w, w_bytes, inputs, scales, BN, BT, CHUNKS, TILE, WARPS)
+            w, w_bytes = w_next, bytes_next
+        _store_sums(sums, out, n0, N_end, t0, T, N, BN, BT)
+
+
+@triton.jit
+def _no_sums(BN: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr):
+    sums = ()
+    for _ in tl.static_range(_tiles(BN) * (BT // 8)):
+        sums = sums + (tl.zeros((WARPS, 16, 8), tl.float32),)
+    return sums
+
+
+@triton.jit
+def _multiply(sums, w, w_bytes, inputs, scales, BN, BT, CHUNKS, TILE, WARPS):
+    """`sums` plus the product of what was loaded, which waits for nothing before all loads in front of it are on their way."""
+    if TILE is None:
+        sums = _multiply_plain(sums, w, inputs, zero_behind_loads(), BN, BT, CHUNKS, WARPS)
+    else:
+        sums = _multiply_fp8(sums, w, w_bytes, inputs, scales, zero_behind_loads(), BN, BT, CHUNKS, TILE, WARPS)
+    return sums
+
+
+@triton.jit
+def _store_sums(sums, out, n0, N_end, t0, T, N, BN: tl.constexpr, BT: tl.constexpr):
+    """Rows `n0` .. `n0` + BN, summed over the warps."""
+    for tile16 in tl.static_range(_tiles(BN)):
         rows = n0 + tile16 * 16 + tl.arange(0, 16)
         for eight in tl.static_range(BT // 8):
             tokens = t0 + eight * 8 + tl.arange(0, 8)
             place = out + tokens.to(tl.int64)[None, :] * N + rows[:, None]
-            kept = (rows < N_end)[:, None] & (tokens < T)[None, :]
+            kept = (rows < tl.minimum(n0 + BN, N_end))[:, None] & (tokens < T)[None, :]
             store_like(place, tl.sum(sums[tile16 * (BT // 8) + eight], 0), mask=kept)
 
 
@@ -537,7 +615,8 @@ def few_tokens_kernel(
     data0, exponents0, out0, N0, K0, tiles0, data1, out1, N1, K1, tiles1, data2, out2, N2, K2,
     BT: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, BN2: tl.constexpr, CHUNKS0: tl.constexpr, CHUNKS1: tl.constexpr,
     CHUNKS2: tl.constexpr, TILE: tl.constexpr, ROW_BLOCK: tl.constexpr, PARTS0: tl.constexpr, PARTS1: tl.constexpr,
-    PARTS2: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr,
+    PARTS2: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, WARPS: tl.constexpr, WHOLE0: tl.constexpr, WHOLE1: tl.constexpr,
+    WHOLE2: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Up to three groups of weights of one input; only the first may have scales, or an input of its own: quantised, or rounded.
 
@@ -548,21 +627,24 @@ def few_tokens_kernel(
     if tile < tiles0:
         _product(
             input0, input0_stride, scales0, scales0_stride, data0, exponents0, out0, tile, t0, T, N0, K0, columns, group_rows,
-            BN0, BT, CHUNKS0, TILE, ROW_BLOCK, PARTS0, EVEN, FULL, WARPS,
+            BN0, BT, CHUNKS0, TILE, ROW_BLOCK, PARTS0, EVEN, FULL, WARPS, WHOLE0, STRIDE,
         )  # fmt: skip
     elif data1 is not None:
         if tile < tiles0 + tiles1:
             _product(
                 x, x_stride, None, 0, data1, None, out1, tile - tiles0, t0, T, N1, K1, columns, N1,
-                BN1, BT, CHUNKS1, None, None, PARTS1, EVEN, FULL, WARPS,
+                BN1, BT, CHUNKS1, None, None, PARTS1, EVEN, FULL, WARPS, WHOLE1, 0,
             )  # fmt: skip
         elif data2 is not None:
             _product(
                 x, x_stride, None, 0, data2, None, out2, tile - tiles0 - tiles1, t0, T, N2, K2, columns, N2,
-                BN2, BT, CHUNKS2, None, None, PARTS2, EVEN, FULL, WARPS,
+                BN2, BT, CHUNKS2, None, None, PARTS2, EVEN, FULL, WARPS, WHOLE2, 0,
             )  # fmt: skip
-    if not INTERPRETED:
-        gdc_launch_dependents()  # not before, or what follows would take the place of programs that have not begun
+
+
+def _is_whole(columns: int, warps: int, chunks: int) -> bool:
+    """Whether several chunks of each warp are all columns of a weight, so that a loop would load in vain."""
+    return chunks > 1 and columns <= warps * chunks * COLUMNS
 
 
 def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config: FewConfig | None = None) -> list[Tensor]:
@@ -583,7 +665,9 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
     quantised = _codes(x, first.tile) if first.block is not None and first.tile is not None else None
     source = _values(x, first.tile) if quantised is None else quantised.codes.flatten(1).view(torch.int32)
     scales = None if quantised is None else quantised.scales.contiguous()
-    config = config or few_config(tokens, [(len(group.data), group.block and group.tile) for group in groups])
+    config = config or few_config(
+        tokens, columns, [(len(group.data), group.block and group.tile, group.parts) for group in groups]
+    )
     group_rows = len(first.data) // num_groups
     assert num_groups == 1 or group_rows % 16 == 0, f"groups of {group_rows} rows, not of a multiple of 16"
     tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
@@ -593,7 +677,11 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
     more = [(group.data, out, *group.data.shape, n) for group, out, n in zip(groups[1:], outs[1:], tiles[1:], strict=True)]
     (data1, out1, rows1, columns1, tiles1), (data2, out2, rows2, columns2, _) = [*more, absent, absent][:2]
     rows, chunks, parts = ((*config.rows, 16, 16), (*config.chunks, 1, 1), (*(group.parts for group in groups), 1, 1))
-    programs = sum(tiles) * token_tiles
+    wholes = [_is_whole(group.data.shape[1], config.warps, n) for group, n in zip(groups, config.chunks, strict=True)]
+    assert not config.programs or wholes == [True], f"{config}: programs of several tiles keep all of one weight's input"
+    wholes += [False, False]
+    stride = config.programs if num_groups == token_tiles == 1 else 0
+    programs = min(sum(tiles), stride or sum(tiles)) * token_tiles
     heights = (group_rows, *(len(group.data) for group in groups[1:]))
     few_tokens_kernel[(programs,)](
         plain, plain.stride(0), source, source.stride(0), scales, 0 if scales is None else scales.stride(0),
@@ -604,7 +692,8 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
         TILE=None if first.block is None else first.tile, ROW_BLOCK=first.block and first.block[0],
         PARTS0=parts[0], PARTS1=parts[1], PARTS2=parts[2], EVEN=columns % COLUMNS == 0,
         FULL=all(n % height == 0 for n, height in zip(heights, config.rows, strict=True)),
-        WARPS=WARPS, num_warps=WARPS, num_stages=1, launch_pdl=starts_early(programs, plain),
+        WHOLE0=wholes[0], WHOLE1=wholes[1], WHOLE2=wholes[2], STRIDE=stride,
+        WARPS=config.warps, num_warps=config.warps, num_stages=1, maxnreg=config.registers, launch_pdl=starts_early(programs, plain),
     )  # fmt: skip
     return outs
 
@@ -898,6 +987,10 @@ def aot_cases() -> list[AotCase]:
         (129280, 4096, None),
     ]
     cases += [_few_case(tokens, *sizes) for tokens in (1, 32) for sizes in released]
+    cases += [
+        _few_case(1, *sizes)
+        for sizes in ((8192, 4096, 128), (8192, 4096, 32), (4096, 8192, 128), (5120, 8192, 32), (384, 5120, None))
+    ]
     cases += [_few_case(1, 1536, 4096, 128, beside=beside) for beside in (1, 2)]
     cases += [_few_case(16, 32768, 1024, 128), _few_case(16, 32768, 1280, 32)]
     return [*cases, _few_case(1, 192, 128, None, parts=3), _few_case(32, 24, 128, 128, aligned_groups=False)]
@@ -906,7 +999,7 @@ def aot_cases() -> list[AotCase]:
 def _few_case(
     tokens: int, rows: int, columns: int, block: int | None, *, beside: int = 0, parts: int = 1, aligned_groups: bool = True
 ) -> AotCase:
-    config = few_config(tokens, [(rows, block), *[(2048, None)] * beside])
+    config = few_config(tokens, columns, [(rows, block, parts), *[(2048, None, 1)] * beside])
     heights, chunks = (*config.rows, 16, 16), (*config.chunks, 1, 1)
     signature = {
         "x": "*bf16", "x_stride": "i32", "input0": "*bf16" if block is None else "*i32", "input0_stride": "i32", "scales0": "*fp32", "scales0_stride": "i32", "T": "i32", "columns": "i32", "token_tiles": "i32",
@@ -917,12 +1010,13 @@ def _few_case(
     constants: dict[str, object] = {
         "BT": config.tokens, "BN0": heights[0], "BN1": heights[1], "BN2": heights[2], "CHUNKS0": chunks[0], "CHUNKS1": chunks[1],
         "CHUNKS2": chunks[2], "TILE": block, "ROW_BLOCK": block, "PARTS0": parts, "PARTS1": 1, "PARTS2": 1, "EVEN": columns % COLUMNS == 0,
-        "FULL": rows % heights[0] == 0, "WARPS": WARPS,
+        "FULL": rows % heights[0] == 0, "WARPS": config.warps, "WHOLE0": _is_whole(columns * parts, config.warps, chunks[0]),
+        "WHOLE1": _is_whole(columns, config.warps, chunks[1]), "WHOLE2": _is_whole(columns, config.warps, chunks[2]), "STRIDE": config.programs,
     }  # fmt: skip
     absent = ["exponents0", "scales0"] if block is None else []
     absent += [f"{name}{i}" for i in (1, 2) if i > beside for name in ("data", "out")]
     free = {*signature} - {*absent, "T", "token_tiles", "tiles0", "tiles1", "scales0_stride"}
     return AotCase(
         f"few_tokens x{config.tokens} {rows} x {columns} block={block} beside={beside}", few_tokens_kernel, signature,
-        constants | dict.fromkeys(absent), num_warps=WARPS, num_stages=1, aligned=tuple(sorted(free)),
+        constants | dict.fromkeys(absent), num_warps=config.warps, num_stages=1, max_registers=config.registers, aligned=tuple(sorted(free)),
     )  # fmt: skip

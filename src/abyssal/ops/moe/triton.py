@@ -41,6 +41,7 @@ from abyssal.ops._records import (
     store_like,
     to_bf16,
     to_fp32,
+    wait_before_product,
     wait_for_inputs,
 )
 from abyssal.ops._streams import forked
@@ -642,25 +643,29 @@ def moe_route(
 
     A token id below 0 marks a row that only fills up the batch: its experts are -1. One warp each: nothing waits for other warps.
     """
-    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) > 0:
+        wait_for_inputs(EARLY)
         _store_input(x, inputs, token, tl.program_id(1) - 1, D, DP, WIDTH, quant, TILE, FORMAT, STEPS)
     else:
         expert = tl.arange(0, EP)
-        z = tl.load(logits + token * logits_stride + expert, mask=expert < E, other=0.0) / temperature
         identity = tl.load(token_ids + token)
-        scores = tl.sqrt_rn(_softplus(z))
         taken = tl.arange(0, padded_count(CHOICES))
         kept = taken < CHOICES
         if bias is None:
             chosen = tl.load(tid2eid + tl.maximum(identity, 0).to(tl.int64) * CHOICES + taken, mask=kept, other=-1)
         else:
-            biased = tl.where(expert < E, scores + tl.load(bias + expert, mask=expert < E, other=0.0), float("-inf"))
+            offset = tl.load(bias + expert, mask=expert < E, other=0.0)
+        wait_for_inputs(EARLY)
+        z = tl.load(logits + token * logits_stride + expert, mask=expert < E, other=0.0) / temperature
+        scores = tl.sqrt_rn(_softplus(z))
+        if bias is not None:
+            bits = (scores + offset).to(tl.int32, bitcast=True)
+            order = tl.where(expert < E, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)  # as integers they compare like fp32
             chosen = tl.full(taken.shape, -1, tl.int32)
             for j in tl.static_range(CHOICES):
-                best = tl.argmax(biased, 0, tie_break_left=True)
-                biased = tl.where(expert == best, float("-inf"), biased)
+                best = tl.min(tl.where(order == tl.max(order, 0), expert, EP), 0)
+                order = tl.where(expert == best, -0x80000000, order)
                 chosen = tl.where(taken == j, best, chosen)
         values = tl.sum(tl.where(chosen[:, None] == expert[None, :], scores[None, :], 0.0), 1)
         tl.store(experts + token * CHOICES + taken, tl.where(identity < 0, -1, chosen), mask=kept)
@@ -692,7 +697,7 @@ def moe_swiglu(
     I: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The shared expert's hidden values [T, I] from bf16 w1 x and w3 x: bf16, or with TILE codes uint8 and scales fp32 [T, I / TILE]."""
-    wait_for_inputs(EARLY)
+    wait_before_product(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     kept = column < I
@@ -843,10 +848,11 @@ def moe_up(
         ready = True
         if SPAN > ROWS // 2:
             counter = arrivals + block * (I // SPAN) + first // SPAN
-            ready = tl.atomic_add(counter, 1, sem="acq_rel") == SPAN // (ROWS // 2) - 1
+            ready = tl.atomic_add(counter, 1, sem="release") == SPAN // (ROWS // 2) - 1
         if ready:
             if SPAN > ROWS // 2:
-                tl.store(counter, 0)
+                tl.atomic_xchg(counter, 0, sem="acquire")  # only here, as it empties the L1
+                tl.debug_barrier()
             span = first // SPAN * SPAN + tl.arange(0, SPAN)[None, :]
             here = hidden + places.to(tl.int64)[:, None] * I + place(span, OUT, WARPS > 1)
             raw = to_fp32(tl.load(here, mask=kept[:, None], other=0.0))
@@ -903,8 +909,7 @@ def moe_sum(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """out bf16 or fp32 [T, D]: the outputs of a token's choices in their order, then the shared expert's if given, in fp32."""
-    if EARLY:
-        gdc_wait()
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     kept = column < D
@@ -946,7 +951,7 @@ def moe(
 
     Args:
         batch_invariant: a token's bits do not depend on the other tokens.
-        beside: a stream on which the shared expert runs beside the routed ones.
+        beside: a stream on which the shared expert runs beside the router and the routed ones.
 
     Raises:
         TypeError, ValueError: x or token_ids are not of these kinds.
@@ -955,16 +960,11 @@ def moe(
     if len(x) == 0:
         return torch.empty_like(x)
     config = config or moe_config(len(x) * experts.k, experts.w13.shape[0], batch_invariant)
-    if beside is None:
-        shared = shared_expert(x, experts, batch_invariant)
-        routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
-        return moe_total(routed, shared, token_ids, x.shape[1], early=x.is_cuda)
-    choice = route(x, token_ids, experts, config, batch_invariant)  # a short chain, which nothing may hold up
     with forked(beside) as join:
         shared = shared_expert(x, experts, batch_invariant)
-    routed = routed_experts(choice, experts, config)
+    routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
     join()
-    return moe_total(routed, shared, token_ids, x.shape[1], early=False)  # it follows two kernels
+    return moe_total(routed, shared, token_ids, x.shape[1], early=x.is_cuda and beside is None)  # a join follows two kernels
 
 
 def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:

@@ -8,17 +8,21 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import e4m3_tiles, early, round_like, store_like, to_fp32, wait_for_inputs
+from abyssal.ops._records import e4m3_tiles, early, round_like, store_like, to_fp32, wait_before_product
 from abyssal.ops.linear.triton import QuantisedInput, scale_strides, store_codes
 
 
 @triton.jit
-def _norm_row(x, stride, weight, out, scales, scales_stride, tiles_stride, row, D, eps, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def _norm_row(
+    x, stride, weight, out, scales, scales_stride, tiles_stride, row, D, eps, WIDTH: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     column = tl.arange(0, WIDTH)
     inside = column < D
+    weights = tl.load(weight + column, mask=inside, other=0.0)
+    wait_before_product(EARLY)
     values = to_fp32(tl.load(x + row * stride + column, mask=inside, other=0.0))
     scale = tl.rsqrt(tl.sum(values * values) / D + eps)
-    values = values * scale * tl.load(weight + column, mask=inside, other=0.0)
+    values = values * scale * weights
     if TILE is None:
         store_like(out + row * D + column, values, mask=inside)
     else:
@@ -32,12 +36,11 @@ def rms_norm_kernel(
     WX: tl.constexpr, WY: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (0, r): row r of x, as codes uint8 and scales fp32 [rows, DX / TILE] if TILE is given; program (1, r): row r of y."""
-    wait_for_inputs(EARLY)
     row = tl.program_id(1).to(tl.int64)
     if tl.program_id(0) == 0:
-        _norm_row(x, x_stride, x_weight, x_out, x_scales, scales_stride, tiles_stride, row, DX, eps, WX, TILE)
+        _norm_row(x, x_stride, x_weight, x_out, x_scales, scales_stride, tiles_stride, row, DX, eps, WX, TILE, EARLY)
     elif y is not None:
-        _norm_row(y, y_stride, y_weight, y_out, None, 0, 0, row, DY, eps, WY, None)
+        _norm_row(y, y_stride, y_weight, y_out, None, 0, 0, row, DY, eps, WY, None, EARLY)
 
 
 def rms_norm(*pairs: tuple[Tensor, Tensor], eps: float, tile: int | None = None) -> tuple[Tensor | QuantisedInput, ...]:

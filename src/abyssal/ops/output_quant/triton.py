@@ -21,7 +21,7 @@ from abyssal.ops._records import (
     scale_tiles,
     store_like,
     to_fp32,
-    wait_for_inputs,
+    wait_before_product,
 )
 from abyssal.ops.linear.triton import QuantisedInput, scale_strides
 
@@ -50,7 +50,7 @@ def output_quant_kernel(
     last = tl.program_id(0) // HEADS * TOKENS + tl.arange(0, TOKENS)[:, None]
     token = tl.minimum(last, tokens - 1).to(tl.int64)  # beyond the last token it is done again
     column = tl.arange(0, D)[None, :]
-    wait_for_inputs(EARLY)
+    wait_before_product(EARLY)
     x = to_fp32(tl.load(out + token * out_stride_t + head * out_stride_h + column))
     cos, sin = load_rope(rope, token, TOKENS, D, ROPE)
     x = rotate(x, cos, -sin, TOKENS, D, ROPE)

@@ -83,14 +83,20 @@ def _narrow(keys, low, high, k):
 
 
 @triton.jit
-def _choose(keys, floor, count, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
-    """The k largest of `count` keys that are not HIDDEN, lowest index first among equals -> (chosen, rank among the chosen, k-th key).
-
-    `floor`: a key that at least k others reach, or HIDDEN.
-    """
-    if WIDTH > K_BLOCK:  # the least of at least k maxima is such a key as well, however the keys are dealt out
+def _raised(floor, keys, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
+    """`floor`, or the least maximum of K_BLOCK sets if that is more: so many keys reach it, however they are dealt out."""
+    if WIDTH > K_BLOCK:
         best = tl.max(tl.reshape(keys, (K_BLOCK, WIDTH // K_BLOCK), can_reorder=True), 1)
         floor = tl.maximum(floor, tl.min(best, 0))
+    return floor
+
+
+@triton.jit
+def _choose(keys, floor, count, k):
+    """The k largest of `count` keys that are not HIDDEN, lowest index first among equals -> (chosen, rank among the chosen, k-th key).
+
+    `floor`: a key that at least k keys reach, or HIDDEN.
+    """
     low = tl.maximum(floor, HIDDEN + 1)
     high = tl.max(keys, 0)
     if count <= k:
@@ -171,6 +177,15 @@ def _select_topk_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_out = out + row * k
     seen = tl.minimum(tl.load(visible + row), num_entries)
+    pages = page_table + row // queries * table_stride
+    if LEVELS == 1 and WIDTH > 4 * K_BLOCK:  # noqa: SIM102 decided when compiled
+        if seen <= WIDTH // 4:  # the shape of a graph is wider than most of its rows
+            index = tl.arange(0, WIDTH // 4)
+            keys = _order(tl.load(scores + row * score_stride + index, mask=index < num_entries, other=0.0), index < seen)
+            chosen, rank, floor = _choose(keys, _raised(HIDDEN, keys, WIDTH // 4, K_BLOCK), seen, k)
+            tl.store(row_out + rank, index, mask=chosen)
+            _finish_row(row_out, tl.minimum(seen, k), k, blocks + row * blocks_stride, pages, K_BLOCK, BLOCK, ENTRIES)
+            return
     groups = tl.cdiv(seen, GROUP)
     supers = tl.cdiv(groups, GROUP)
     index = tl.arange(0, WIDTH)
@@ -187,21 +202,20 @@ def _select_topk_kernel(
         inside = index < tops_stride
         first = tops + row * tops_stride
     keys = _order(tl.load(first + index, mask=inside, other=0.0), index < width)
-    chosen, rank, floor = _choose(keys, HIDDEN, width, k, WIDTH, K_BLOCK)
+    chosen, rank, floor = _choose(keys, _raised(HIDDEN, keys, WIDTH, K_BLOCK), width, k)
     if LEVELS == 3:
         tl.store(row_out + rank, index, mask=chosen)
         tl.debug_barrier()
         keys, index = _refine(maxima + row * maxima_stride, row_out, groups, tl.minimum(supers, k), k, K_BLOCK, GROUP)
         tl.debug_barrier()
-        chosen, rank, floor = _choose(keys, floor, groups, k, K_BLOCK * GROUP, K_BLOCK)
+        chosen, rank, floor = _choose(keys, _raised(floor, keys, K_BLOCK * GROUP, K_BLOCK), groups, k)
     if LEVELS >= 2:
         tl.store(row_out + rank, index, mask=chosen)
         tl.debug_barrier()
         keys, index = _refine(scores + row * score_stride, row_out, seen, tl.minimum(groups, k), k, K_BLOCK, GROUP)
         tl.debug_barrier()
-        chosen, rank, floor = _choose(keys, floor, seen, k, K_BLOCK * GROUP, K_BLOCK)
+        chosen, rank, floor = _choose(keys, _raised(floor, keys, K_BLOCK * GROUP, K_BLOCK), seen, k)
     tl.store(row_out + rank, index, mask=chosen)
-    pages = page_table + row // queries * table_stride
     _finish_row(row_out, tl.minimum(seen, k), k, blocks + row * blocks_stride, pages, K_BLOCK, BLOCK, ENTRIES)
 
 
@@ -242,8 +256,7 @@ def _floor(keys, count, k, WIDTH: tl.constexpr, K_BLOCK: tl.constexpr):
     low = HIDDEN
     if count >= k:
         high = tl.max(keys, 0)
-        if WIDTH > K_BLOCK:  # as in `_choose`
-            low = tl.min(tl.max(tl.reshape(keys, (K_BLOCK, WIDTH // K_BLOCK), can_reorder=True), 1), 0)
+        low = _raised(HIDDEN, keys, WIDTH, K_BLOCK)
         if low == HIDDEN:
             low = tl.min(tl.where(keys == HIDDEN, high, keys), 0)
         reach = tl.sum((keys >= low).to(tl.int32), 0)
@@ -260,21 +273,21 @@ def _choose_from_places(
     candidate_keys,
     candidates,
     out,
+    floor,
+    seen,
     chunks,
     k,
     CHUNK: tl.constexpr,
     PLACES: tl.constexpr,
     WIDTH: tl.constexpr,
-    K_BLOCK: tl.constexpr,
 ):
-    """The k best of the candidates, none of which lies beyond the first PLACES of its chunk."""
+    """The k best of a row's `seen` entries, which are among the candidates, none of which lies beyond the first PLACES of its chunk."""
     each = tl.arange(0, WIDTH)
     inside = each // PLACES < chunks
     place = each // PLACES * CHUNK + each % PLACES
     keys = tl.load(candidate_keys + place, mask=inside, other=HIDDEN, cache_modifier=".cg")
     index = tl.load(candidates + place, mask=inside, other=0, cache_modifier=".cg")
-    total = tl.sum((keys != HIDDEN).to(tl.int32), 0)
-    chosen, rank, _ = _choose(keys, HIDDEN, total, k, WIDTH, K_BLOCK)
+    chosen, rank, _ = _choose(keys, floor, seen, k)
     tl.store(out + rank, index, mask=chosen)
 
 
@@ -284,12 +297,12 @@ def _choose_from_few(
     candidates,
     counts,
     out,
+    floor,
     total,
     k,
     CHUNK: tl.constexpr,
     LOG_CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
-    K_BLOCK: tl.constexpr,
 ):
     """The k best of `total` <= WIDTH candidates, counts[c] of which lie from c * CHUNK on, by ascending position."""
     ends = tl.cumsum(counts, 0)
@@ -301,7 +314,7 @@ def _choose_from_few(
     place = chunk * CHUNK + slot - tl.gather(ends - counts, chunk, 0)
     keys = tl.load(candidate_keys + place, mask=slot < total, other=HIDDEN, cache_modifier=".cg")
     index = tl.load(candidates + place, mask=slot < total, other=0, cache_modifier=".cg")
-    chosen, rank, _ = _choose(keys, HIDDEN, total, k, WIDTH, K_BLOCK)
+    chosen, rank, _ = _choose(keys, floor, total, k)
     tl.store(out + rank, index, mask=chosen)
 
 
@@ -394,6 +407,7 @@ def _select_spread_kernel(
     row_out = out + row * k
     place = tl.arange(0, PLACES)
     count = 0
+    floor = HIDDEN  # also to a program that has no entries, should it finish the row
     if chunk * CHUNK < seen:
         entry = chunk * CHUNK + tl.arange(0, CHUNK)
         keys = _order(tl.load(scores + row * score_stride + entry, mask=entry < num_entries, other=0.0), entry < seen)
@@ -416,15 +430,15 @@ def _select_spread_kernel(
     arrival += tl.atomic_add(arrivals + row, arrival, sem="acq_rel", scope="gpu")
     if arrival & 0xFFFF == chunks:
         if arrival == chunks:
-            _choose_from_places(row_keys, row_candidates, row_out, chunks, k, CHUNK, PLACES, PLACES << LOG_CHUNKS, K_BLOCK)
+            _choose_from_places(row_keys, row_candidates, row_out, floor, seen, chunks, k, CHUNK, PLACES, PLACES << LOG_CHUNKS)
         else:
             each = tl.arange(0, 1 << LOG_CHUNKS)
             counts = tl.load(row_counts + each, mask=each < chunks, other=0, cache_modifier=".cg")
             total = tl.sum(counts, 0)
             if total <= 4 * K_BLOCK:
-                _choose_from_few(row_keys, row_candidates, counts, row_out, total, k, CHUNK, LOG_CHUNKS, 4 * K_BLOCK, K_BLOCK)
+                _choose_from_few(row_keys, row_candidates, counts, row_out, floor, total, k, CHUNK, LOG_CHUNKS, 4 * K_BLOCK)
             elif total <= GROUP * K_BLOCK:
-                _choose_from_few(row_keys, row_candidates, counts, row_out, total, k, CHUNK, LOG_CHUNKS, GROUP * K_BLOCK, K_BLOCK)
+                _choose_from_few(row_keys, row_candidates, counts, row_out, floor, total, k, CHUNK, LOG_CHUNKS, GROUP * K_BLOCK)
             else:
                 _choose_from_chunks(row_keys, row_candidates, row_counts, row_out, chunks, k, CHUNK)
         rest = tl.arange(0, K_BLOCK)

@@ -33,7 +33,9 @@ BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them
 NUM_WARPS = 4  # of the role that weighs; four more add the right half
 ADD_REGISTERS = 160
-BRING_REGISTERS = {4: 152, 8: 80}  # by the number of warps that bring records
+BF16_REGISTERS = 88  # of the role that brings records, for those that are copied
+CODE_REGISTERS = 80  # for those that are widened; the role that weighs takes what is left
+FEW_REGISTERS = 72  # for one layout without splits, where the role that weighs would otherwise keep values in memory
 
 # Microseconds, fitted to 37 measured launches with splits, of 1 to 64 queries, with an error of 10 % at most.
 START_COST = 4.2  # of one program (launch, queries, first records, result)
@@ -107,11 +109,15 @@ def sparse_attention(
     """As `sparse_attention.triton.sparse_attention`, on sm_90.
 
     Raises:
-        ValueError: also a scale that is not positive.
+        ValueError: also a scale that is not positive, or rows of queries that do not start at multiples of 16 bytes.
     """
     check(q, window, entries, sink)
     if not scale > 0:
         raise ValueError(f"scale must be positive, not {scale}: scores are masked before they are scaled")
+    if q.data_ptr() % 16 or any(stride % 8 for stride, count in zip(q.stride(), q.shape[:2], strict=False) if count > 1):
+        raise ValueError(
+            f"rows of q must start at multiples of 16 bytes, not at {q.data_ptr()} with strides {q.stride()}: copy it"
+        )
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
@@ -124,7 +130,8 @@ def sparse_attention(
     splits = config.splits
     parts = Parts.empty(q, splits.count)
     tiles = tokens * splits.count * -(-heads // BLOCK_HEADS)
-    attend_kernel[(min(tiles, multiprocessors(q.device)),)](
+    programs = min(tiles, multiprocessors(q.device))
+    attend_kernel[(programs,)](
         q,
         q.stride(0),
         q.stride(1),
@@ -141,6 +148,7 @@ def sparse_attention(
         parts.rows,
         heads,
         tiles,
+        programs,
         splits.count,
         splits.blocks or 0,
         D=HEAD_DIM,
@@ -152,7 +160,7 @@ def sparse_attention(
         PARTIAL=splits.count > 1,
         BLOCK=config.block_keys,
         ADD_REGISTERS=ADD_REGISTERS,
-        **_bring_constants(window.records.layout, entries.records.layout),
+        **_bring_constants(window.records.layout, entries.records.layout, splits.count),
         num_warps=NUM_WARPS,
         launch_pdl=True,
     )
@@ -182,9 +190,12 @@ def no_record(device: torch.device) -> Tensor:
     return torch.zeros(max(layouts.get(name).data_bytes for pair in PAIRS for name in pair), dtype=torch.uint8, device=device)
 
 
-def _bring_constants(window: Layout, entries: Layout) -> dict[str, int]:
-    warps = bringing_warps(window, entries)
-    return {"BRING_WARPS": warps, "BRING_REGISTERS": BRING_REGISTERS[warps]}
+def _bring_constants(window: Layout, entries: Layout, count: int) -> dict[str, int]:
+    if window.grid is None:
+        registers = BF16_REGISTERS
+    else:
+        registers = FEW_REGISTERS if window.name == entries.name and count == 1 else CODE_REGISTERS
+    return {"BRING_WARPS": bringing_warps(window, entries), "BRING_REGISTERS": registers}
 
 
 def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor]:
@@ -217,6 +228,7 @@ class Work(NamedTuple):
     entry_lengths: Any
     heads: Any
     tiles: Any
+    programs: Any  # an argument: of the register of that name the compiler would keep copies in memory
     count: Any
     split_blocks: Any
 
@@ -237,6 +249,16 @@ class Keys(NamedTuple):
     page_stride: Any
 
 
+@dataclass(frozen=True)
+class Formats:
+    """How records of both lists are stored."""
+
+    window: Layout
+    entries: Layout
+    window_per_page: int
+    entries_per_page: int
+
+
 class Output(NamedTuple):
     """Where results go: rows of the output and their log-sum-exp, or of parts and what `Parts` keeps of each row."""
 
@@ -251,6 +273,11 @@ class Barriers(NamedTuple):
 
     full: Any
     empty: Any
+
+
+@gluon.constexpr_function
+def formats_of(window, entries, window_per_page, entries_per_page):
+    return Formats(window, entries, window_per_page, entries_per_page)
 
 
 @gluon.constexpr_function
@@ -275,7 +302,7 @@ def code_layout(words, num_warps, block, turned=False):
     return gl.DistributedLinearLayout(of_thread + rows[of_warps:], lanes, rows[of_lanes:of_warps], [], [block, count, words])
 
 
-@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "count", "split_blocks"])
+@gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "programs", "count", "split_blocks"])
 def attend_kernel(
     q,
     q_stride_t,
@@ -303,6 +330,7 @@ def attend_kernel(
     partial_rows,
     H,
     tiles,
+    programs,
     count,
     split_blocks,
     D: gl.constexpr,
@@ -340,7 +368,7 @@ def attend_kernel(
     p_full = allocate_barriers(2)
     fence_async_shared()
 
-    work = Work(window_lengths, entry_lengths, H, tiles, count, split_blocks)
+    work = Work(window_lengths, entry_lengths, H, tiles, programs, count, split_blocks)
     queries = Queries(q, q_stride_t, q_stride_h)
     to = Output(out, out_stride_t, out_stride_h, lse)
     if PARTIAL:
@@ -411,82 +439,90 @@ def weigh_and_add(
     BLOCK: gl.constexpr = left.shape[1]
     ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
     n = 0  # blocks of earlier tiles
-    parity = 0
     gdc_wait()  # every role: launched while the kernel before may still run
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
     blocks = blocks_of_tile(gl.program_id(0), work, BLOCK, HEAD_BLOCKS, PARTIAL)
-    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), work.tiles, work.programs):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)), plus)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        mbarrier.wait(of_q.full.index(0), parity)
+        mbarrier.wait(of_q.full.index(0), tile // work.programs & 1)
         if blocks > 0:
             mbarrier.wait(of_left.full.index(n & 1), n >> 1 & 1)
             scores = multiply_left(q_smem, left.index(n & 1), masked(bias, n))
             mbarrier.wait(of_right.full.index(n & 1), n >> 1 & 1)
             scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n & 1), scores)])
             scores, acc, top, total = soften(scores, n, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
-            for block in range(blocks - 1):
-                half = (n + block) & 1
-                phase = (n + block + 1) >> 1 & 1
-                acc = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-                mbarrier.wait(of_left.full.index(1 - half), phase)
-                scores = multiply_left(q_smem, left.index(1 - half), scores)
+            end = n + blocks
+            for block in range(n + 1, end):
+                half = block & 1
+                phase = block >> 1 & 1
+                acc = warpgroup_mma(p_smem.index(1 - half), left.index(1 - half), acc, is_async=True)
+                mbarrier.wait(of_left.full.index(half), phase)
+                scores = multiply_left(q_smem, left.index(half), scores)
                 acc = warpgroup_mma_wait(1, deps=[acc])
-                mbarrier.arrive(of_left.empty.index(half))
-                mbarrier.wait(of_right.full.index(1 - half), phase)
-                scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(1 - half), scores)])
-                block_after = n + block + 1
-                scores, acc, top, total = soften(scores, block_after, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
-            n += blocks
-            half = (n - 1) & 1
+                mbarrier.arrive(of_left.empty.index(1 - half))
+                mbarrier.wait(of_right.full.index(half), phase)
+                scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(half), scores)])
+                scores, acc, top, total = soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
+            n = end
             mbarrier.arrive(of_q.empty.index(0))
-            last = warpgroup_mma(p_smem.index(half), left.index(half), acc, is_async=True)
-            b_sink, next_blocks = at_end(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+            last = warpgroup_mma(p_smem.index((n - 1) & 1), left.index((n - 1) & 1), acc, is_async=True)
+            factor, next_blocks = at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
             acc = warpgroup_mma_wait(0, deps=[last])
-            mbarrier.arrive(of_left.empty.index(half))
+            mbarrier.arrive(of_left.empty.index((n - 1) & 1))
         else:
             mbarrier.arrive(of_q.empty.index(0))
-            b_sink, next_blocks = at_end(tile, sink, work, BLOCK, HEAD_BLOCKS, PARTIAL)
-
-        total = gl.convert_layout(gl.sum(total, axis=1), ROWS, assert_trivial=True)
-        rows = here(gl.arange(0, 64, layout=ROWS))
-        in_range = rows < work.heads - first_head
+            factor, next_blocks = at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
         if PARTIAL:
-            part = part_of(token, split, work)
-            of_rows = to.of_rows + ((part * work.heads + first_head) + rows) * 4
-            gl.store(of_rows, top, mask=in_range)
-            gl.store(of_rows + 1, total, mask=in_range)
-            store_part(0, acc, to, part, first_head, work.heads)
+            store_part(0, acc, to, part_of(token, split, work), first_head, work.heads)
         else:
-            b_lse = top + gl.log2(total)  # -inf without keys
-            share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
-            factor = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
-            mbarrier.wait(of_end.empty.index(0), parity)
-            factors.index(2).store(factor)
-            mbarrier.arrive(of_end.full.index(0))
-            gl.store(to.of_rows + token.to(gl.int64) * work.heads + first_head + rows, b_lse * 0.6931471805599453, mask=in_range)
             store_half(0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, first_head, work.heads)
-        parity ^= 1
         blocks = next_blocks
 
 
 @gluon.jit
-def at_end(tile, sink, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
-    """What is loaded during a tile's last product: sinks of its heads, where it has all keys, and how many blocks the next tile has."""
-    _, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
-    rows = here(gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout(BLOCK))))
-    b_sink = rows.to(gl.float32)
-    if not PARTIAL:
-        b_sink = gl.load(sink + first_head + rows, mask=rows < work.heads - first_head, other=0.0)
-    return b_sink, blocks_of_tile(gl.minimum(tile + gl.num_programs(0), work.tiles - 1), work, BLOCK, HEAD_BLOCKS, PARTIAL)
+def at_end(
+    tile, top, total, work, to, sink, factors, of_end, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr
+):
+    """What runs beside a tile's last product: what follows from the sums of weights, for both roles that add, is stored.
+
+    Returns the factor of each row, where a tile has all keys, and how many blocks the next tile has.
+    """
+    token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
+    rows = here(gl.arange(0, 64, layout=top.type.layout))
+    in_range = rows < work.heads - first_head
+    next_blocks = blocks_of_tile(gl.minimum(tile + work.programs, work.tiles - 1), work, BLOCK, HEAD_BLOCKS, PARTIAL)
+    if PARTIAL:
+        total = gl.convert_layout(gl.sum(total, axis=1), top.type.layout, assert_trivial=True)
+        of_rows = to.of_rows + ((part_of(token, split, work) * work.heads + first_head) + rows) * 4
+        gl.store(of_rows, top, mask=in_range)
+        gl.store(of_rows + 1, total, mask=in_range)
+        return total, next_blocks
+    else:
+        b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
+        total = gl.convert_layout(gl.sum(total, axis=1), top.type.layout, assert_trivial=True)
+        b_lse = top + gl.log2(total)  # -inf without keys
+        share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
+        factor = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
+        mbarrier.wait(of_end.empty.index(0), here(tile) // work.programs & 1)
+        factors.index(2).store(factor)
+        mbarrier.arrive(of_end.full.index(0))
+        gl.store(to.of_rows + token.to(gl.int64) * work.heads + first_head + rows, b_lse * 0.6931471805599453, mask=in_range)
+        return factor, next_blocks
 
 
 @gluon.jit
 def here(rows):
     """The same, but what depends on it is computed here, and not kept in registers through a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [rows], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wide_product(a, b):
+    """In 64 bits, of 32 each: one instruction, where the compiler would keep the signs in registers and take four."""
+    return gl.inline_asm_elementwise("mul.wide.s32 $0, $1, $2;", "=l,r,r", [a, b], dtype=gl.int64, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -534,11 +570,11 @@ def soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_
     acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)  # beside exponentials, which take longer
     weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
     p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
-    scores = masked(bias, block + 1)
     fence_async_shared()
     mbarrier.arrive(p_full.index(half))
     total = total * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, total.type.layout), assert_trivial=True), 1)
-    return scores, acc, new_top, total + of_threads(weights, plus)
+    total += of_threads(weights, plus)  # before the masks, which take as many registers as the weights
+    return masked(bias, block + 1), acc, new_top, total
 
 
 @gluon.jit
@@ -566,7 +602,7 @@ def add_right(
     parity = 0
     gdc_wait()
     copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
-    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), work.tiles, work.programs):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         BLOCK: gl.constexpr = right.shape[1]
         blocks = blocks_of_tile(tile, work, BLOCK, HEAD_BLOCKS, PARTIAL)
@@ -586,8 +622,8 @@ def add_right(
         if not PARTIAL:
             mbarrier.arrive(of_end.empty.index(0))
         mbarrier.wait(of_q.empty.index(0), parity)
-        if tile + gl.num_programs(0) < work.tiles:
-            copy_queries(tile + gl.num_programs(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+        if tile + work.programs < work.tiles:
+            copy_queries(tile + work.programs, queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(of_right.empty.index((n - 1) & 1), pred=blocks > 0)
         if PARTIAL:
@@ -636,15 +672,16 @@ def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr,
     """Begin to copy a tile's queries to shared memory."""
     token, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
-    q_row = queries.rows + token.to(gl.int64) * queries.stride_t
+    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY)), 0)
+    rows = here(gl.arange(0, 8, layout=gl.SliceLayout(1, COPY)))
+    of_rows = wide_product(token, queries.stride_t) + wide_product(first_head + rows, queries.stride_h)
+    pointers = gl.expand_dims(queries.rows + gl.multiple_of(of_rows, 8), 1) + columns
     for first in gl.static_range(0, 64, 8):
-        rows = here(gl.arange(first, first + 8, layout=gl.SliceLayout(1, COPY)))
-        pointers = gl.expand_dims(q_row + (first_head + rows).to(gl.int64) * queries.stride_h, 1) + gl.expand_dims(columns, 0)
-        mask = gl.expand_dims(rows < work.heads - first_head, 1)
+        mask = gl.expand_dims(rows < work.heads - first_head - first, 1)
         for side in gl.static_range(2):
             to = q_smem.slice(first, 8).slice(side * HALF, HALF, dim=1)
             async_copy.async_copy_global_to_shared(to, pointers + side * HALF, mask=mask)
+        pointers += queries.stride_h * 8
     async_copy.mbarrier_arrive(q_full.index(0))
     mbarrier.arrive(q_full.index(0))
 
@@ -658,14 +695,14 @@ def bring_records(
     """Bring the records of both lists as bf16, block by block, to shared memory."""
     BLOCK: gl.constexpr = left.shape[1]
     n = 0  # blocks of earlier tiles
-    for tile in range(gl.program_id(0), work.tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), work.tiles, work.programs):
         token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
-        rows = window.slots + token.to(gl.int64) * window.stride, entries.slots + token.to(gl.int64) * entries.stride
+        rows = window.slots + wide_product(token, window.stride), entries.slots + wide_product(token, entries.stride)
         # Most lists are full: their slots need not wait for the lengths.
-        lists, blocks = lists_of_split(rows, window.width, entries.width, split, work, BLOCK, PARTIAL)
+        lists, blocks = lists_of_split(rows, here(window.width), here(entries.width), split, work, BLOCK, PARTIAL)
         first_pointers, first_mask = slot_pointers(0, lists, BLOCK)
         pointers, mask = slot_pointers(1, lists, BLOCK)
-        if tile < gl.num_programs(0):
+        if tile < work.programs:
             gdc_wait()  # now that addresses are known, which the compiler would compute after a wait without a condition
         first_slots = gl.load(first_pointers, mask=first_mask, other=-1)
         slots = gl.load(pointers, mask=mask, other=-1)
@@ -676,17 +713,29 @@ def bring_records(
             first_slots = block_slots(0, lists, BLOCK)
             slots = block_slots(1, lists, BLOCK)
         pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
-        if WINDOW.name == ENTRIES.name:
-            bring_blocks(n, 0, blocks, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, True, WINDOW,
-                         WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+        FORMATS: gl.constexpr = formats_of(WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+        if WINDOW.grid is None:
+            copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, FORMATS)
+        elif WINDOW.name == ENTRIES.name:
+            ahead = begin_blocks(n, first_slots, slots, pools, bias, never, WINDOW, FORMATS)
+            for block in range(blocks):
+                ahead = bring_block(
+                    block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW, FORMATS
+                )
         else:
             of_window = gl.minimum(gl.maximum(lists[4], 0), blocks)
-            bring_blocks(n, 0, of_window, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, False, WINDOW,
-                         WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
-            first_slots = block_slots(of_window, lists, BLOCK)
-            slots = block_slots(of_window + 1, lists, BLOCK)
-            bring_blocks(n, of_window, blocks, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, True,
-                         ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)  # fmt: skip
+            if of_window > 0:
+                ahead = begin_blocks(n, first_slots, slots, pools, bias, never, WINDOW, FORMATS)
+                for block in range(of_window - 1):
+                    ahead = bring_block(block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW,
+                                        FORMATS)  # fmt: skip
+                next_ahead = bring_block(of_window - 1, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW,
+                                         ENTRIES, FORMATS)  # fmt: skip
+            else:
+                next_ahead = begin_blocks(n, first_slots, slots, pools, bias, never, ENTRIES, FORMATS)
+            for block in range(of_window, blocks):
+                next_ahead = bring_block(block, n, next_ahead, lists, pools, left, right, bias, never, of_left, of_right, ENTRIES,
+                                         ENTRIES, FORMATS)  # fmt: skip
         n += blocks
 
 
@@ -702,55 +751,69 @@ def lists_of_split(rows, window_length, entry_length, split, work, BLOCK: gl.con
 
 
 @gluon.jit
-def bring_blocks(
-    n, first, end, first_slots, slots, lists, pools, left, right, bias, never, of_left, of_right, LAST: gl.constexpr,
-    LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
-):  # fmt: skip
-    """Bring the records of one layout in a tile's blocks `first` to `end`, n blocks after those of the program's first.
-
-    LAST: no other layout's records follow. Codes of one half of a block are on their way while those of the other are widened, and slots
-    a block ahead of them. The compiler gives all these loads one scoreboard, so whoever waits for one waits for all that were issued. So
-    the loads of a half are issued when those of the other have come: their addresses depend on it through `never`, zeros that the
-    compiler does not know. Before the loop, too, or it would wait at the loop's head.
-    """
+def copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, FORMATS: gl.constexpr):
+    """Bring a tile's blocks of records that are bf16 already, n blocks after those of the program's first."""
     BLOCK: gl.constexpr = left.shape[1]
-    where = locate(first, end, n, first_slots, pools, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-    if LAYOUT.grid is None:
-        for block in range(first, end):
-            half = (n + block) & 1
-            phase = (n + block) >> 1 & 1 ^ 1
-            mbarrier.wait(of_left.empty.index(half), phase)
-            copy_half(0, where, left.index(half))
-            async_copy.mbarrier_arrive(of_left.full.index(half))
-            mbarrier.wait(of_right.empty.index(half), phase)
-            copy_half(1, where, right.index(half))
-            async_copy.mbarrier_arrive(of_right.full.index(half))
-            where = locate(block + 1, end, n, slots, pools, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            slots = block_slots(block + 2, lists, BLOCK)
-            mbarrier.arrive(of_left.full.index(half))
-            mbarrier.arrive(of_right.full.index(half))
-    else:
-        left_codes, left_scales = load_half(0, where, slots * 0, LAYOUT)
-        came = gl.max(left_codes[0], axis=2)
-        for i in gl.static_range(1, len(left_codes)):
-            came |= gl.max(left_codes[i], axis=2)
-        came = gl.convert_layout(gl.max(came, axis=1), slots.type.layout, assert_trivial=True) | slots | left_scales[0]
-        if LAYOUT.name == "v41":
-            came |= left_scales[1]
-        right_codes, right_scales = load_half(1, where, nothing(came, never), LAYOUT)
-        for block in range(first, end):
-            half = (n + block) & 1
-            phase = (n + block) >> 1 & 1 ^ 1
-            mbarrier.wait(of_left.empty.index(half), phase)
-            convert_half(0, left_codes, left_scales, left.index(half), LAYOUT)
-            mbarrier.arrive(of_left.full.index(half))
-            where = locate(block + 1, end, n, slots, pools, bias, LAST, LAYOUT, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
-            left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), LAYOUT)
-            slots = block_slots(block + 2, lists, BLOCK)
-            mbarrier.wait(of_right.empty.index(half), phase)
-            convert_half(1, right_codes, right_scales, right.index(half), LAYOUT)
-            mbarrier.arrive(of_right.full.index(half))
-            right_codes, right_scales = load_half(1, where, nothing(left_scales[0], never), LAYOUT)
+    LAYOUT: gl.constexpr = FORMATS.window
+    where = locate(0, n, first_slots, pools, bias, LAYOUT, FORMATS)
+    for block in range(blocks):
+        half = (n + block) & 1
+        phase = (n + block) >> 1 & 1 ^ 1
+        mbarrier.wait(of_left.empty.index(half), phase)
+        copy_half(0, where, left.index(half))
+        async_copy.mbarrier_arrive(of_left.full.index(half))
+        mbarrier.wait(of_right.empty.index(half), phase)
+        copy_half(1, where, right.index(half))
+        async_copy.mbarrier_arrive(of_right.full.index(half))
+        where = locate(block + 1, n, slots, pools, bias, LAYOUT, FORMATS)
+        slots = block_slots(block + 2, lists, BLOCK)
+        mbarrier.arrive(of_left.full.index(half))
+        mbarrier.arrive(of_right.full.index(half))
+
+
+@gluon.jit
+def begin_blocks(n, first_slots, slots, pools, bias, never, LAYOUT: gl.constexpr, FORMATS: gl.constexpr):
+    """Load codes and scales of both halves of a tile's first block. Returns those and the slots of the block after.
+
+    The compiler gives all loads one scoreboard, so whoever waits for one waits for all that were issued. So later on the loads of a half
+    are issued when those of the other have come: their addresses depend on it through `never`, zeros that the compiler does not know.
+    Slots depend on these, or the loop over blocks would wait for them at its head, each time.
+    """
+    where = locate(0, n, first_slots, pools, bias, LAYOUT, FORMATS)
+    left_codes, left_scales = load_half(0, where, slots * 0, LAYOUT)
+    right_codes, right_scales = load_half(1, where, slots * 0, LAYOUT)
+    came = gl.max(left_codes[0], axis=2)
+    for i in gl.static_range(1, len(left_codes)):
+        came |= gl.max(left_codes[i], axis=2)
+    came = gl.convert_layout(gl.max(came, axis=1), slots.type.layout, assert_trivial=True) | left_scales[0]
+    if LAYOUT.name == "v41":
+        came |= left_scales[1]
+    return slots | nothing(came, never), left_codes, left_scales, right_codes, right_scales
+
+
+@gluon.jit
+def bring_block(
+    block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, LAYOUT: gl.constexpr, NEXT: gl.constexpr,
+    FORMATS: gl.constexpr,
+):  # fmt: skip
+    """Widen a block's codes, n blocks after those of the program's first. Returns the same of the next block, in layout NEXT.
+
+    Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them.
+    """
+    slots, left_codes, left_scales, right_codes, right_scales = ahead
+    half = (n + block) & 1
+    phase = (n + block) >> 1 & 1 ^ 1
+    mbarrier.wait(of_left.empty.index(half), phase)
+    convert_half(0, left_codes, left_scales, left.index(half), LAYOUT)
+    mbarrier.arrive(of_left.full.index(half))
+    where = locate(block + 1, n, slots, pools, bias, NEXT, FORMATS)
+    left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), NEXT)
+    slots = block_slots(block + 2, lists, left.shape[1])
+    mbarrier.wait(of_right.empty.index(half), phase)
+    convert_half(1, right_codes, right_scales, right.index(half), LAYOUT)
+    mbarrier.arrive(of_right.full.index(half))
+    right_codes, right_scales = load_half(1, where, nothing(left_scales[0], never), NEXT)
+    return slots, left_codes, left_scales, right_codes, right_scales
 
 
 @gluon.jit
@@ -776,30 +839,29 @@ def slot_pointers(block, lists, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def locate(
-    block, end, n, slots, pools, bias, LAST: gl.constexpr, LAYOUT: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr,
-    ENTRIES_PER_PAGE: gl.constexpr,
-):  # fmt: skip
-    """Where records lie, those before block `end`, and how far from there their scales.
+def locate(block, n, slots, pools, bias, LAYOUT: gl.constexpr, FORMATS: gl.constexpr):
+    """Where records lie, and how far from there their scales.
 
     What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
     after next comes to shared memory.
     """
     bias.index((n + block) & 3).store(gl.where(slots >= 0, 0.0, float("-inf")))
     window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
-    in_window = block < window_blocks
     slot = gl.maximum(slots, 0)
-    if WINDOW_PER_PAGE == ENTRIES_PER_PAGE:
-        page, row = slot // WINDOW_PER_PAGE, slot % WINDOW_PER_PAGE
+    if FORMATS.window.name == FORMATS.entries.name:
+        in_window = block < window_blocks
     else:
-        page = gl.where(in_window, slot // WINDOW_PER_PAGE, slot // ENTRIES_PER_PAGE)
-        row = gl.where(in_window, slot % WINDOW_PER_PAGE, slot % ENTRIES_PER_PAGE)
-    all_data = (WINDOW_PER_PAGE if in_window else ENTRIES_PER_PAGE) * LAYOUT.data_bytes
+        in_window = LAYOUT.name == FORMATS.window.name
+    PER_PAGE: gl.constexpr = FORMATS.window_per_page
+    if PER_PAGE == FORMATS.entries_per_page:
+        page, row = slot // PER_PAGE, slot % PER_PAGE
+    else:
+        page = slot // PER_PAGE if in_window else slot // FORMATS.entries_per_page
+        row = slot % PER_PAGE if in_window else slot % FORMATS.entries_per_page
+    all_data = (PER_PAGE if in_window else FORMATS.entries_per_page) * LAYOUT.data_bytes
     pages = window_pages if in_window else entry_pages
     data = pages + page.to(gl.int64) * (window_page_stride if in_window else entry_page_stride) + row * LAYOUT.data_bytes
     known = slots >= 0
-    if not LAST:
-        known = known & (block < end)
     data = gl.where(known, data, zeros)
     return data, gl.where(known, all_data - row * (LAYOUT.data_bytes - LAYOUT.scale_bytes), 0)
 
@@ -1083,16 +1145,16 @@ def aot_cases() -> list[AotCase]:
     pointers |= dict.fromkeys(("sink", "lse", "partial_rows"), "*fp32") | {"partial_out": "*fp16"}
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
-    numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "count", "split_blocks")
+    numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "programs", "count", "split_blocks")
     signature = pointers | dict.fromkeys(numbers, "i32") | {"scale_log2": "fp32"}
 
     def attend(pair: tuple[str, str], count: int, keys: int = BLOCK_KEYS) -> AotCase:
         window, entries = layouts.get(pair[0]), layouts.get(pair[1])
         constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
         constants |= {"PARTIAL": count > 1, "HEAD_BLOCKS": 1, "BLOCK": keys}
-        constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries)}
+        constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries, count)}
         name = f"sparse_attention gluon {'+'.join(pair)} k{keys} splits {count}"
-        reason = "the converting warps hold the codes of a whole block; addresses that are used once per block"
+        reason = "what is used once per tile, while its results leave and its blocks are weighed"
         return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
 
     results = {"partial_out": "*fp16", "partial_rows": "*fp32", "sink": "*fp32", "out": "*bf16", "lse": "*fp32"}

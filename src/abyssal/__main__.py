@@ -1,0 +1,5 @@
+"""`python -m abyssal` is `abyssal`."""
+
+from abyssal.cli import main
+
+main()
