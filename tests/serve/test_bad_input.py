@@ -144,6 +144,12 @@ def test_only_objects_are_bodies(text: str) -> None:
 def test_unknown_fields_are_named() -> None:
     for path in BODIES:
         assert "temprature" in refuse(path, {"temprature": 0}, param="temprature")
+    for path, name, words in (
+        (CHAT, "temprature", "did you mean 'temperature'?"), (RAW, "max_token", "did you mean 'max_tokens'?"), (CHAT, "zzz", "leave it out"),
+        (RAW, "messages", "/v1/chat/completions"), (CHAT, "prompt", "/v1/completions"), (CHAT, "input", "/v1/responses"),
+        (CHAT, "guided_json", "use response_format"), (RAW, "guided_choice", "use response_format on /v1/chat/completions"),
+    ):  # fmt: skip
+        assert words in refuse(path, {name: {}}, param=name)
     refuse(RAW, {"stream": True, "stream_options": {"include_use": True}}, param="stream_options.include_use")
 
 
@@ -445,6 +451,11 @@ def test_a_model_without_a_tokenizer_says_so() -> None:
 ])  # fmt: skip
 def test_unknown_routes(method: str, path: str, status: int) -> None:
     assert path in error_of(post(APP, path, b"{}") if method == "POST" else get(path), status, code="not_found")
+
+
+def test_a_route_that_misses_its_v1_is_told() -> None:
+    assert error_of(get("/models"), 404, code="not_found").endswith("did you mean /v1/models?")
+    assert "mean" not in error_of(get("/nothing"), 404, code="not_found")
 
 
 def test_methods_that_a_route_does_not_have() -> None:

@@ -90,13 +90,15 @@ def test_k01_values_that_look_like_a_tag(value: str) -> None:
 
 
 def test_values_that_are_json() -> None:
-    texts = ["3", "[1, 2]", '{"a": "b"}', "null", "true", ' "x" ', "1e400", '{"a": [1, ' + "[" * 20 + "]" * 20 + "]}"]
+    texts = ["3", "[1, 2]", '{"a": "b"}', "null", "true", ' "x" ', "1e300", '{"a": [1, ' + "[" * 20 + "]" * 20 + "]}"]
     body = [parameter(f"p{i}", text, "false") for i, text in enumerate(texts)]
     ((_, arguments),) = same(block(invoke("f", *body)))[2]
     assert arguments == {f"p{i}": json.loads(text) for i, text in enumerate(texts)}
 
 
-@pytest.mark.parametrize("value", ["nope", "NaN", "[1,", "'x'", "", "{} {}", "[" * 5000])
+@pytest.mark.parametrize("value", [
+    "nope", "NaN", "[1,", "'x'", "", "{} {}", "[" * 5000, "[" * 900 + "]" * 900, "1e400", "[-1e400]", '"\\ud800"', '{"\\udfff": ["\\ud83d"]}', "1" * 5000,
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["false", None])
 def test_values_that_are_no_json_are_text(value: str, kind: str | None) -> None:
     assert parse(marked(block(invoke("f", parameter("x", value, kind)))))[2] == [("f", json.dumps({"x": value}))]
@@ -228,7 +230,12 @@ def test_text_that_only_looks_like_a_tag_is_text() -> None:
         assert parse(text, thinking, None)[1 - thinking] == text
 
 
-@pytest.mark.parametrize("head", ["", "f", 'f"', "f\n", 'f\n">', "x" * (MAX_HEAD_CHARS + 1) + '">', f'f{D}">', '">'])
+BAD_NAMES = ["<", "a<b", "a>b", "a\tb", "\x7f", "a\x00"]  # a request cannot give them either
+
+
+@pytest.mark.parametrize("head", [
+    "", "f", 'f"', "f\n", 'f\n">', "x" * (MAX_HEAD_CHARS + 1) + '">', f'f{D}">', '">', *(f'{name}">' for name in BAD_NAMES), "f" * 257 + '">',
+])  # fmt: skip
 def test_a_call_without_a_usable_name_is_dropped(head: str) -> None:
     text = f'A\n\n<{D}tool_calls>\n<{D}invoke name="{head}'
     assert parse(text) == parse(text, cuts=None) == ("", "A", [])
@@ -239,6 +246,17 @@ def test_a_parameter_without_a_usable_name_is_dropped() -> None:
     bad = f'<｜DSML｜parameter name="{"x" * (MAX_HEAD_CHARS + 1)}" string="true">1</｜DSML｜parameter>'
     assert same(block(invoke("f", '<｜DSML｜parameter name="a\nb">1', parameter("y", "2"))))[2] == [("f", {"y": "2"})]
     assert parse(marked(block(invoke("f", bad, parameter("y", "2")))))[2] == [("f", '{"y": "2"}')]
+    for name in (*BAD_NAMES, "x" * 1025):
+        assert same(block(invoke("f", parameter(name, "1"), parameter("y", "2"))))[2] == [("f", {"y": "2"})]
+    assert same(block(invoke("f", parameter("x" * 1024, "1"))))[2] == [("f", {"x" * 1024: "1"})]
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "1e400", "[" * 900 + "]" * 900])
+def test_a_wrapper_is_unwrapped_only_into_what_can_be_passed_on(value: str) -> None:
+    raw = f'{{"x": {value}}}'
+    assert parse(marked(block(invoke("f", parameter("input", raw, "false")))), tools=[tool("f", "x")])[2] == [
+        ("f", json.dumps({"input": raw}))
+    ]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
 import threading
 import time
 from typing import Any
@@ -12,10 +15,13 @@ import httpx
 import pytest
 
 from abyssal.errors import RequestError
-from abyssal.serve.grammar import GrammarCompiler
+from abyssal.serve import grammar
+from abyssal.serve.grammar import GrammarCompiler, write_message
 from abyssal.serve.structure import json_value
 from tests.serve.live import CHAT, MODEL, PATIENCE, LiveServer
-from tests.serve.scripted import GRAMMARS, engine_info
+from tests.serve.sampling import SamplingClient, stubborn
+from tests.serve.scripted import GRAMMARS, app_of, engine_info, post
+from tests.serve.scripted import MODEL as SCRIPTED
 from tests.support.grammars import json_grammar
 
 
@@ -75,6 +81,44 @@ def test_a_process_that_takes_too_long_is_replaced() -> None:
     finally:
         compiler.close()
     assert process.poll() is not None
+
+
+def test_what_the_process_did_not_finish_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time-out is the schema's fault (400) and the end of the process is not (503); neither sticks to the schema."""
+    compiler = GrammarCompiler(engine_info(), seconds=60)
+    app = app_of(SamplingClient(stubborn("No.")), grammars=compiler)
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}}
+    asked = {"messages": [{"role": "user", "content": "U"}], "model": SCRIPTED, "max_tokens": 99}
+    chat: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"schema": form["schema"]}}}
+    messages: dict[str, Any] = {"output_config": {"format": form}}
+
+    def ask(path: str, more: dict[str, Any], status: int, words: str) -> None:
+        answer = post(app, path, {**asked, **more})
+        assert answer.status_code == status and words in answer.text, answer.text
+
+    def pause() -> None:
+        os.kill(compiler._thread.submit(compiler._running).result().pid, signal.SIGSTOP)
+
+    def write_and_kill(sink: Any, data: bytes) -> None:
+        write_message(sink, data)
+        assert compiler._process is not None
+        compiler._process.kill()
+
+    try:
+        pause()
+        compiler._seconds = 0.05
+        ask(CHAT, chat, 400, "longer than 0.05 s; simplify it, or try again later")
+        compiler._seconds = 60
+        pause()
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar, "write_message", write_and_kill)
+            ask(CHAT, chat, 503, "try again, and simplify the schema if that does not help")
+            patch.setattr(GrammarCompiler, "_running", lambda _: compiler._process)
+            compiler._process = subprocess.Popen(["true"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            ask("/v1/messages", messages, 503, "api_error")
+        ask(CHAT, chat, 200, "true")
+    finally:
+        compiler.close()
 
 
 def post_schema(server: LiveServer, body: bytes) -> httpx.Response:

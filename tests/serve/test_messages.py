@@ -91,6 +91,16 @@ def test_thinking_text_and_calls(step: int) -> None:
     )
 
 
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+def test_blocks_stand_in_the_order_of_the_answer(step: int) -> None:
+    """Whole and streamed alike, when thoughts come again after text, and however many tokens a step brings."""
+    app = app_of(ScriptedClient(says(f"t1</think>c1<think>t2</think>c2<think></think><think>t3\n\n{CALL}"), step=step))
+    content = same(app, tools=[TOOL], **THINKS)["content"]
+    assert [block.get(block["type"], block.get("input")) for block in content] == [
+        "t1", "c1", "t2", "c2", "t3", {"x": 'a "b"'}, {},
+    ]  # fmt: skip
+
+
 def test_why_an_answer_ended() -> None:
     app = app_of(ScriptedClient(says("one two three")))
     assert same(app)["stop_reason"] == "end_turn"
@@ -176,6 +186,7 @@ def test_no_calls_and_json() -> None:
     {"tools": [{"name": "f"}]}, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, {"tools": [{**TOOL, "name": 'a"b'}]}, {"tools": {}},
     {"tool_choice": {"type": "any"}}, {"tool_choice": "auto", "tools": [TOOL]}, {"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]},
     {"thinking": {"type": "maybe"}}, {"thinking": True}, {"output_config": {"effort": "huge"}}, {"output_config": {"format": {"type": "xml"}}},
+    {"output_config": {"format": {"type": "json_schema", "schema": {}, "z": 1}}}, {"tool_choice": {"type": "tool"}, "tools": [TOOL]},
     {"output_config": {"effort": "max"}, **THINKS}, {"mcp_servers": [{}]}, {"stop_sequences": [""]},
 ])  # fmt: skip
 def test_bad_requests_are_refused_in_their_shape(body: dict[str, Any]) -> None:

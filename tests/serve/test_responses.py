@@ -84,6 +84,22 @@ def test_items_of_an_answer(step: int) -> None:
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
 
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+def test_items_stand_in_the_order_of_the_answer(step: int) -> None:
+    """Whole and streamed alike, when thoughts come again after text, wherever the length ends it, and however many tokens a step brings."""
+    app = app_of(
+        ScriptedClient(says(f"t1</think>c1<think>t2</think>c2<think></think><think>t3\n\n{CALL}"), step=step),
+        checkpoint_thinks=True,
+    )
+    items = same(app, tools=[TOOL])["output"]
+    assert [item.get("content", [{"text": item.get("arguments")}])[0]["text"] for item in items] == [
+        "t1", "c1", "t2", "c2", "t3", '{"x": "a \\"b\\""}', "{}",
+    ]  # fmt: skip
+    for limit in range(1, 80, 9):
+        cut = same(app, tools=[TOOL], max_output_tokens=limit)
+        assert len(cut["output"]) <= 7 and {item["status"] for item in cut["output"][:-1]} <= {"completed"}
+
+
 def test_an_answer_cut_off_is_incomplete() -> None:
     response = same(app_of(ScriptedClient(says("one two three"))), max_output_tokens=2)
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
@@ -134,17 +150,21 @@ def test_efforts_decide_on_thinking() -> None:
 
 
 @pytest.mark.parametrize(("body", "param"), [
-    ({"input": None}, "input"), ({"input": []}, "input"), ({"input": [7]}, "input[0]"), ({"input": [{"type": "web_search_call"}]}, "input[0]"),
+    ({"input": None}, "input"), ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": [7]}, "input[0]"), ({"input": [{"type": "web_search_call"}]}, "input[0]"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"), ({"input": [{"role": "user", "content": 7}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1:9"}]}]}, "input[0].content[0]"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": 'a"', "arguments": "{}"}]}, "input[0].function.name"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"), ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0]"), ({"tool_choice": "required"}, "tool_choice"),
+    *(({"tools": [TOOL], "tool_choice": {"type": "function", **name}}, "tool_choice.name") for name in ({}, {"name": None}, {"name": 7})),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f", "z": 1}}, "tool_choice"),
+    ({"text": {"format": {"type": "json_object", "z": 1}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}, "z": 1}}}, "text.format"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),
     ({"text": {"format": {"type": "xml"}}}, "text.format"), ({"text": "x"}, "text"), ({"reasoning": {"effort": "huge"}}, "reasoning_effort"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format.schema.not"), ({"n": 2}, "n"),
     ({"user": "\ud800"}, "user"), ({"metadata": {"a": "\udc00"}}, "metadata"), ({"metadata": {"\ud800": "a"}}, "metadata"),
-    ({"text": {"format": {"type": "text", "x": "\ud800"}}}, "text"), ({"text": {"verbosity": "\ud800"}}, "text"),
+    ({"text": {"format": {"type": "text", "x": "\ud800"}}}, "text.format"), ({"text": {"verbosity": "\ud800"}}, "text"),
 ])  # fmt: skip
 def test_bad_requests_are_named(body: dict[str, Any], param: str) -> None:
     client = ScriptedClient(says("Hi"))

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 import httpx
 
+from abyssal.config import ServerConfig
+from abyssal.serve.run import end_signals
 from tests.serve.live import MODEL, PATIENCE, until
 from tests.serve.process import KEY, Process, check_clean, start
 
@@ -40,13 +42,24 @@ def test_a_second_signal_waits_for_nobody() -> None:
     engine = process.engine()
     lines = open_stream(process, 4000)
     next(lines)
-    process.press(signal.SIGTERM)
+    process.press(signal.SIGHUP)
     got = [next(lines)]
     process.press(signal.SIGTERM)
     with suppress(httpx.RemoteProtocolError):  # it may be cut off, or be told
         got += lines
     assert len(got) < 3000
     check_clean(process, engine)
+
+
+def test_a_closed_terminal_ends_the_server_unless_it_is_to_go_on() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler, expected in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
+            signal.signal(signal.SIGHUP, handler)
+            assert (signal.SIGHUP in end_signals(ServerConfig())) == expected
+            assert signal.SIGHUP not in end_signals(ServerConfig(ray=True)), "it restarts replicas"
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_ctrl_c_while_the_model_is_loaded() -> None:

@@ -253,8 +253,70 @@ def test_the_prompt_says_what_is_asked() -> None:
     assert isinstance(client.requests[0], EngineRequest)
 
 
+# Answers come back
+
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"x": {}, "y": {}}}}
+ROUTES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": USER, "tools": [{"type": "function", "function": FUNCTION}]},
+    "/v1/messages": {"messages": USER, "max_tokens": 9000, "tools": [{"name": "f", "input_schema": FUNCTION["parameters"]}]},
+    "/v1/responses": {"input": USER, "tools": [{"type": "function", **FUNCTION}]},
+}
+
+
+def history(path: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """The request that goes on after `answer`."""
+    if path == "/v1/responses":
+        made = [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
+        return {
+            "input": [
+                *USER,
+                *answer["output"],
+                *({"type": "function_call_output", "call_id": i, "output": "r"} for i in made),
+                *USER,
+            ]
+        }
+    if path == CHAT:
+        message = answer["choices"][0]["message"]
+        made = [call["id"] for call in message.get("tool_calls", ())]
+        return {"messages": [*USER, message, *({"role": "tool", "tool_call_id": i, "content": "r"} for i in made), *USER]}
+    results = [
+        {"type": "tool_result", "tool_use_id": b["id"], "content": "r"} for b in answer["content"] if b["type"] == "tool_use"
+    ]
+    return {
+        "messages": [
+            *USER,
+            {"role": "assistant", "content": answer["content"]},
+            {"role": "user", "content": [*results, {"type": "text", "text": "U"}]},
+        ]
+    }
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(("name", "key", "value"), [
+    ("f", "x", "1"), ("f" * 256, "x", "1"), ("f" * 257, "x", "1"), ("a<b", "x", "1"), ("a\tb", "x", "1"), ("f", "a<b", "1"), ("f", "a\tb", "1"), ("f", "", "1"),
+    ("f", "k" * 1024, "1"), ("f", "k" * 1025, "1"), ("f", "x", '"\\ud800"'), ("f", "x", '{"\\ud800": 1}'), ("f", "x", '"\\ud83d\\ude00"'), ("f", "x", "1e999"),
+    ("f", "input", '{"x": "\\ud800"}'), ("f", "input", '{"x": 1e999}'), ("f", "x", "9" * 40), ("f", "x", "9" * 5000), ("f", "x", '{"a": 1, "a": 2}'),
+    *(("f", "x", "[" * depth + "]" * depth) for depth in (400, 700, 800, 900, 950, 990, 3000)),
+])  # fmt: skip
+def test_what_the_server_answers_it_takes_back(path: str, name: str, key: str, value: str) -> None:
+    """Odd calls: whole and streamed answers are given, and a history with them is served."""
+    text = (
+        f'So.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="{name}">\n<｜DSML｜parameter name="{key}" string="false">{value}'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+    )
+    app = app_of(ScriptedClient(says(text), max_model_len=20_000))
+    body = {"model": MODEL, **ROUTES[path]}
+    streamed = post(app, path, {**body, "stream": True})
+    assert streamed.status_code == 200 and '"error":{' not in streamed.text
+    answer = post(app, path, body)
+    assert answer.status_code == 200, answer.text
+    again = post(app, path, {**body, **history(path, answer.json())})
+    assert again.status_code == 200, again.text
+
+
 # Bad input
 
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "stop"}}
 NAMES = ["", 'a"b', "a\nb", "<a>", "x" * 257, None, 7, "a\ud800"]
 
 
@@ -273,7 +335,14 @@ def test_tool_names_that_the_format_cannot_carry(name: Any) -> None:
     ({"tools": [{"type": "function", "function": {"name": "f", "description": "\ud800"}}]}, "tools[0].function.description"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS}, "tool_choice"),
-    ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"), ({"tool_choice": 1, "tools": TOOLS}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"), ({"tool_choice": NAMED | {"z": 1}, "tools": TOOLS}, "tool_choice"),
+    *(({"tool_choice": {"type": "function", "function": {"name": name}}, "tools": TOOLS}, "tool_choice.function.name") for name in (None, 7, ["f"])),
+    ({"tool_choice": {"type": "function", "function": {}}, "tools": TOOLS}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "function", "function": {"name": "stop", "z": 1}}, "tools": TOOLS}, "tool_choice.function"),
+    ({"response_format": {"type": "text", "z": 1}}, "response_format"), ({"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "z": 1}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "shema": 1}}}, "response_format.json_schema"),
+ ({"tool_choice": 1, "tools": TOOLS}, "tool_choice"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"), ({"response_format": "json"}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format"), ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}, "response_format.json_schema.schema"),

@@ -14,7 +14,8 @@ from __future__ import annotations
 import uuid
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from abyssal.engine.output import CallDelta, OutputDelta, OutputProcessor
 from abyssal.engine.request import RequestUpdate, SamplingParams, TokenLogprobs
@@ -24,10 +25,29 @@ from abyssal.tokenizer import ASSISTANT, THINK, USER, Tokenizer
 
 
 @dataclass(slots=True)
+class Part:
+    """Reasoning, text or a call that stands alone in an answer, or a piece of one."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""  # of a call, its arguments
+    call_id: str = ""  # with the first piece of a call, and so its name
+    name: str = ""
+
+
+def add_part(parts: list[Part], part: Part) -> None:
+    """Put a piece to the last part if it goes on with that, otherwise after it."""
+    if parts and parts[-1].kind == part.kind and not part.call_id:
+        parts[-1].text += part.text
+    else:
+        parts.append(replace(part))
+
+
+@dataclass(slots=True)
 class ChatDelta(OutputDelta):
     """What one update adds to one answer; `text`, `logprobs` and `text_offsets` are those of the content."""
 
     num_reasoning_tokens: int = 0  # of token_ids, the mark that ends it included
+    parts: list[Part] = field(default_factory=list)  # reasoning, text and calls once more, in their order
 
 
 class ChatProcessor:
@@ -124,14 +144,18 @@ class ChatProcessor:
     def _give(self, delta: ChatDelta, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, CallStart):
-                delta.calls.append(CallDelta(self._num_calls, f"call_{uuid.uuid4().hex[:24]}", event.name))
+                call = CallDelta(self._num_calls, f"call_{uuid.uuid4().hex[:24]}", event.name)
+                delta.calls.append(call)
+                add_part(delta.parts, Part("call", "", call.id, call.name))
                 self._num_calls += 1
             elif isinstance(event, CallArguments):
                 self._add_arguments(delta, event.text)
             elif event.kind == "reasoning":
                 delta.reasoning += event.text
+                add_part(delta.parts, Part("reasoning", event.text))
             else:
                 delta.text += event.text
+                add_part(delta.parts, Part("text", event.text))
                 self._scores.add_text(event.start, event.end, len(event.text))
 
     def _add_arguments(self, delta: ChatDelta, text: str) -> None:
@@ -139,6 +163,7 @@ class ChatProcessor:
         if not delta.calls or delta.calls[-1].index != index:
             delta.calls.append(CallDelta(index))
         delta.calls[-1].arguments += text
+        add_part(delta.parts, Part("call", text))
 
 
 class _ContentScores:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
@@ -12,10 +13,13 @@ from pydantic import ValidationError
 from abyssal.errors import RequestError
 from abyssal.serve.errors import HttpError
 from abyssal.serve.schemas import Body
-from abyssal.serve.streams import ClientLeft
+from abyssal.serve.streams import ClientLeft, in_thread
 
 MAX_BODY_BYTES = 64 << 20  # a million token ids take 7 MiB, the text of as many less
+MAX_PARTS = 2 << 20  # commas and opening brackets, which bound the values; twice the ids of a million tokens
 MAX_NAMES = 10_000  # of one object; no field needs more, and each unknown one costs an error
+
+ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}  # of what makes a prompt
 
 B = TypeVar("B", bound=Body)
 
@@ -31,12 +35,16 @@ async def read_body(request: Request, schema: type[B]) -> B:
     if media_type != "application/json":
         message = f"content type {media_type[:80]!r} is not supported; send the header 'Content-Type: application/json'"
         raise HttpError(415, message, "invalid_request_error", code="unsupported_media_type")
-    raw = parse_object(await _receive_all(request))
+    return await in_thread(request.receive, _parse, await _receive_all(request), schema)
+
+
+def _parse(data: bytes, schema: type[B]) -> B:
+    raw = parse_object(data)
     schema.drop_unsupported(raw)
     try:
         return schema.model_validate(raw)
     except ValidationError as error:
-        raise _request_error(error) from error
+        raise _request_error(error, schema) from error
 
 
 async def _receive_all(request: Request) -> bytes:
@@ -55,11 +63,13 @@ async def _receive_all(request: Request) -> bytes:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """A JSON object as RFC 8259 has it; a name given twice, too many names, NaN and infinities are refused.
+    """A JSON object as RFC 8259 has it; a name given twice, too many names or values, NaN and infinities are refused.
 
     Raises:
         RequestError: it is not one.
     """
+    if (parts := sum(map(data.count, (b",", b"[", b"{")))) > MAX_PARTS:  # no other thread runs while lists are parsed
+        raise RequestError(f"the body holds {parts} commas and opening brackets; at most {MAX_PARTS} are allowed, send less")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -90,12 +100,20 @@ def _no_constant(name: str) -> NoReturn:
     raise RequestError(f"the body holds {name}, which is not JSON")
 
 
-def _request_error(error: ValidationError) -> RequestError:
+def _request_error(error: ValidationError, schema: type[Body]) -> RequestError:
     first = error.errors(include_url=False)[0]
     param = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return RequestError(f"unknown field {reprlib.repr(param)}; leave it out", param=param)
+        return RequestError(f"unknown field {reprlib.repr(param)}; {_remedy(param, schema)}", param=param)
     if first["type"] == "missing":
         return RequestError(f"{param} is missing", param=param)
     what = first["msg"].replace("Input should be", "must be").replace("Extra inputs are", "must be")
     return RequestError(f"{param}={reprlib.repr(first['input'])} {what}", param=param)
+
+
+def _remedy(name: str, schema: type[Body]) -> str:
+    """What to do about an unknown field."""
+    if name in ROUTES:
+        return f"it goes to {ROUTES[name]}"
+    close = get_close_matches(name[:40], schema.model_fields, 1)
+    return f"did you mean {close[0]!r}?" if close else "leave it out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -24,6 +25,7 @@ from abyssal.serve.conversation import (
 )  # fmt: skip
 from abyssal.serve.generation import OpenAIForm, answer
 from abyssal.serve.schemas import ChatBody, PromptOptions
+from abyssal.serve.streams import while_connected
 from abyssal.tokenizer import Tokenizer
 
 
@@ -34,7 +36,8 @@ async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody)
         server.require_model(body.model)
         params = _params(server, body)
-        job = await start_chat(server, conversation_of(server, body), params, cache_salt=body.cache_salt)
+        start = start_chat(server, partial(conversation_of, server, body), params, cache_salt=body.cache_salt)
+        job = await while_connected(request.receive, start)
         return await answer(job, ChatForm(job, body.include_usage), request, bool(body.stream), record, stack)
 
 

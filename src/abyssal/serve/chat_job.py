@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from abyssal.engine.output import CompletionOutput
 from abyssal.engine.request import Grammar, RequestUpdate, SamplingParams
 from abyssal.errors import RequestError
-from abyssal.serve.answer import ChatDelta, ChatProcessor
+from abyssal.serve.answer import ChatDelta, ChatProcessor, Part, add_part
 from abyssal.serve.context import Server
 from abyssal.serve.conversation import Conversation
 from abyssal.serve.generation import Job
-from abyssal.serve.structure import answer_format
+from abyssal.serve.structure import Format, answer_format
 from abyssal.tokenizer import DSML, END_THINK, THINK
 
 
@@ -32,49 +33,63 @@ class ChatJob(Job[ChatDelta]):
         self.tokenizer = server.require_tokenizer("messages")
         self._processors = [ChatProcessor(self.tokenizer, params, ids, conversation) for _ in self.requests]
         self.outputs = [CompletionOutput(i) for i in range(len(self.requests))]
+        self.parts: list[list[Part]] = [[] for _ in self.requests]  # of each output, in their order
         self.reasoning_tokens = 0
 
     def push(self, index: int, update: RequestUpdate) -> ChatDelta:
         delta = self._processors[index].push(update)
         self.outputs[index].add(delta)
+        for part in delta.parts:
+            add_part(self.parts[index], part)
         self.reasoning_tokens += delta.num_reasoning_tokens
         return delta
 
 
 async def start_chat(
-    server: Server, conversation: Conversation, params: SamplingParams, where: str = "messages", cache_salt: str | None = None
+    server: Server,
+    conversation_of: Callable[[], Conversation],
+    params: SamplingParams,
+    where: str = "messages",
+    cache_salt: str | None = None,
 ) -> ChatJob:
     """The job of a conversation, checked as far as that is possible before the engine has it.
 
     Args:
+        conversation_of: checks the request and gives the conversation; called in a thread, since a long one takes seconds.
         where: the request's field that holds the messages.
 
     Raises:
         RequestError: it cannot be served as asked.
     """
-    ids = await encode(server, conversation)
     try:
-        job = ChatJob(server, conversation, ids, params, cache_salt, await _grammar(server, conversation, ids))
+        conversation, ids, tag = await asyncio.to_thread(_prepare, server, conversation_of)
+        grammar = await _grammar(server, conversation, ids, tag)
+        return await asyncio.to_thread(ChatJob, server, conversation, ids, params, cache_salt, grammar)
     except RequestError as error:
         error.param = where if error.param in ("prompt", "messages") else error.param
         raise
-    return job
 
 
-async def encode(server: Server, conversation: Conversation) -> list[int]:
-    """The prompt's ids; in a thread, since a long one takes seconds."""
-    return await asyncio.to_thread(server.chat.encode, server.require_tokenizer("messages"), conversation)
-
-
-async def _grammar(server: Server, conversation: Conversation, ids: list[int]) -> Grammar | None:
+def _prepare(server: Server, conversation_of: Callable[[], Conversation]) -> tuple[Conversation, list[int], Format | None]:
+    """(conversation, prompt, what the answer must follow)."""
+    conversation = conversation_of()
     tokenizer = server.require_tokenizer("messages")
-    where = "tools" if conversation.response_format is None else conversation.response_format.where
+    ids = server.chat.encode(tokenizer, conversation)
     try:
-        tag = answer_format(conversation, server.chat.release, tokenizer.find_special(DSML))
+        return conversation, ids, answer_format(conversation, server.chat.release, tokenizer.find_special(DSML))
     except RecursionError as error:
+        where = _schema_field(conversation)
         raise RequestError(f"{where}: a schema refers to itself without end", param=where) from error
+
+
+async def _grammar(server: Server, conversation: Conversation, ids: list[int], tag: Format | None) -> Grammar | None:
     if tag is None:
         return None
-    key, compiled = await server.grammars.compile(tag, where)
+    tokenizer = server.require_tokenizer("messages")
+    key, compiled = await server.grammars.compile(tag, _schema_field(conversation))
     thinks = ids[-1] == tokenizer.find_special(THINK)
     return Grammar(key, compiled, after=tokenizer.special_id(END_THINK) if thinks else None)
+
+
+def _schema_field(conversation: Conversation) -> str:
+    return "tools" if conversation.response_format is None else conversation.response_format.where

@@ -16,6 +16,7 @@ from abyssal.serve.context import Server, server_of
 from abyssal.serve.echo import Echo, echo_prompt
 from abyssal.serve.generation import Job, OpenAIForm, answer
 from abyssal.serve.schemas import CompletionBody
+from abyssal.serve.streams import in_thread
 from abyssal.tokenizer import Tokenizer, with_bos
 
 MAX_OUTPUTS = 4096  # of one HTTP request; n alone would allow n times as many as a body holds prompts
@@ -27,8 +28,7 @@ async def create_completion(request: Request) -> Response:
         record = stack.enter_context(server.metrics.request("completions"))
         body = await read_body(request, CompletionBody)
         server.require_model(body.model)
-        params = _params(server, body)
-        job = CompletionJob(server, body, await _prompts(server, body), params)
+        job = await in_thread(request.receive, _job, server, body)
         return await answer(job, CompletionForm(job, body.include_usage), request, bool(body.stream), record, stack)
 
 
@@ -91,6 +91,11 @@ class CompletionForm(OpenAIForm[OutputDelta]):
         }
 
 
+def _job(server: Server, body: CompletionBody) -> CompletionJob:
+    params = _params(server, body)
+    return CompletionJob(server, body, _prompts(server, body), params)
+
+
 def _params(server: Server, body: CompletionBody) -> SamplingParams:
     n = 1 if body.n is None else body.n
     if body.best_of is not None and body.best_of != n:
@@ -99,7 +104,7 @@ def _params(server: Server, body: CompletionBody) -> SamplingParams:
     return body.sampling_params(server.client.info.sampling_defaults, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
 
 
-async def _prompts(server: Server, body: CompletionBody) -> list[Prompt]:
+def _prompts(server: Server, body: CompletionBody) -> list[Prompt]:
     """`prompt` in its four forms: text, ids, a list of texts, a list of lists of ids."""
     add_bos = body.add_special_tokens is not False
     raw = body.prompt
@@ -114,13 +119,13 @@ async def _prompts(server: Server, body: CompletionBody) -> list[Prompt]:
         raise RequestError(message, param="prompt")
     if not all(raw):
         raise RequestError(f"prompt {raw.index(type(raw[0])())} is empty; give at least one token", param="prompt")
-    return [await _prompt(server, entry, add_bos) for entry in raw]
+    return [_prompt(server, entry, add_bos) for entry in raw]
 
 
-async def _prompt(server: Server, raw: str | list[int], add_bos: bool) -> Prompt:
+def _prompt(server: Server, raw: str | list[int], add_bos: bool) -> Prompt:
     info = server.client.info
     if isinstance(raw, str):
-        bare = await server.encode_prompt(raw, add_bos=False)
+        bare = server.require_tokenizer("prompt").encode_prompt(raw, add_bos=False)
     else:
         bare = raw
         check_ids("prompt", bare, info.vocab_size)

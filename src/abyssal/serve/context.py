@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -64,10 +63,6 @@ class Server:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: use /v1/completions with token ids", param=param)
         return self.tokenizer
-
-    async def encode_prompt(self, text: str, add_bos: bool) -> list[int]:
-        """Token ids of a raw prompt; in a thread, since a long one takes seconds."""
-        return await asyncio.to_thread(self.require_tokenizer("prompt").encode_prompt, text, add_bos)
 
 
 def server_of(request: Request) -> Server:

@@ -15,7 +15,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256  # of a tool
-MAX_KEY_CHARS = 1024  # of an argument; longer ones are not read back
+MAX_KEY_CHARS = 1024  # of an argument
+SPARE_DEPTH = 200  # frames that may stand below whoever reads a value, more than here
 
 # Message keys that ask for nothing when empty: the openai client sends them back with an answer of the assistant.
 _EMPTY_KEYS = ("name", "refusal", "audio", "annotations", "function_call")
@@ -244,7 +245,20 @@ def parse_json(text: str) -> Any:
 
 
 def is_json(text: str) -> bool:
-    return text.strip() == "null" or parse_json(text) is not None
+    """Whether `text` is a JSON value that can be read and written again wherever an answer goes.
+
+    It holds no lone surrogate and no number beyond floats, and leaves room within the recursion limit.
+    """
+    value = parse_json(text)
+    if value is None:
+        return text.strip() == "null"
+    for _ in range(SPARE_DEPTH):
+        value = [value]
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -339,7 +353,9 @@ def parse_tool_choice(raw: Any, parallel: bool | None, tools: Sequence[Tool]) ->
             f"tool_choice={reprlib.repr(raw)} is not supported; use auto, none, required or {{type: 'function', function: {{name}}}}",
             param="tool_choice",
         )
-    return choose_required(choice, function.get("name"), tools)
+    check_keys(raw, {"type", "function"}, "tool_choice")
+    check_keys(function, {"name"}, "tool_choice.function")
+    return choose_required(choice, check_text(function.get("name"), "tool_choice.function.name"), tools)
 
 
 def choose_required(choice: ToolChoice, name: str | None, tools: Sequence[Tool]) -> ToolChoice:
@@ -362,24 +378,25 @@ def parse_response_format(raw: Any) -> ResponseFormat | None:
     if raw is None:
         return None
     kind = raw.get("type") if isinstance(raw, dict) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return ResponseFormat()
+    if kind in ("text", "json_object"):
+        check_keys(raw, {"type"}, "response_format")
+        return ResponseFormat() if kind == "json_object" else None
     if kind != "json_schema":
         raise RequestError(
             f"response_format={reprlib.repr(raw)} is not supported; use {{type: text}}, {{type: json_object}} or {{type: json_schema, "
             "json_schema: {name, schema}}",
             param="response_format",
         )
-    return schema_format(raw.get("json_schema"), "response_format.json_schema")
+    check_keys(raw, {"type", "json_schema"}, "response_format")
+    return schema_format(raw.get("json_schema"), "response_format.json_schema", {"name", "description", "strict"})
 
 
-def schema_format(raw: Any, where: str) -> ResponseFormat:
-    """A format from the object that holds `schema`."""
+def schema_format(raw: Any, where: str, known: set[str]) -> ResponseFormat:
+    """A format from the object that holds `schema`, and may hold the keys `known` beside it."""
     path = f"{where}.schema"
     if not isinstance(raw, dict) or not isinstance(raw.get("schema"), dict | bool):
         raise RequestError(f"{path} must be a JSON schema", param=path)
+    check_keys(raw, {"schema", *known}, where)
     check_text(dump_json(raw["schema"], path), path)
     return ResponseFormat(raw["schema"], path)
 
@@ -411,7 +428,7 @@ def check_text(value: Any, where: str) -> str:
 def check_name(value: Any, where: str) -> str:
     """A tool's name, as the model's format can carry it between quotes (V4 spec 5.6)."""
     name = check_text(value, where)
-    if not 0 < len(name) <= MAX_NAME_CHARS or not is_carried(name):
+    if not is_name(name):
         raise RequestError(
             f"{where}={reprlib.repr(name)} cannot be written in the model's format; use 1 to {MAX_NAME_CHARS} characters without "
             "quotes, angle brackets and control characters",
@@ -423,7 +440,7 @@ def check_name(value: Any, where: str) -> str:
 def check_key(value: str, where: str) -> str:
     """An argument's name, likewise."""
     key = check_text(value, where)
-    if len(key) > MAX_KEY_CHARS or not is_carried(key):
+    if not is_key(key):
         raise RequestError(
             f"{where}: the argument name {reprlib.repr(key)} cannot be written in the model's format; use at most {MAX_KEY_CHARS} "
             "characters without quotes, angle brackets and control characters",
@@ -432,8 +449,16 @@ def check_key(value: str, where: str) -> str:
     return key
 
 
-def is_carried(name: str) -> bool:
-    return not re.search(r"[\x00-\x1f\x7f\"<>]", name)
+def is_name(text: str) -> bool:
+    return 0 < len(text) <= MAX_NAME_CHARS and _is_carried(text)
+
+
+def is_key(text: str) -> bool:
+    return len(text) <= MAX_KEY_CHARS and _is_carried(text)
+
+
+def _is_carried(text: str) -> bool:
+    return not re.search(r"[\x00-\x1f\x7f\"<>]", text)
 
 
 def dump_json(value: Any, where: str) -> str:

@@ -11,8 +11,10 @@ The rules, the same for streamed and whole answers, since both are sums of the s
   reasoning is dropped.
 - A parameter ends at its closing tag, or where the next tag of the block begins; the end of the answer closes everything. The first
   of two parameters of one name counts.
-- Values: string="true" is text as it stands; otherwise JSON, and text if it is not JSON. A lone parameter named `arguments` or
-  `input` that the tool does not have is unwrapped if it holds an object of arguments that the tool does have.
+- A call whose name no tool may have is dropped, and so is an argument whose name a history may not have.
+- Values: string="true" is text as it stands; otherwise JSON, and text if it is not JSON that can be passed on (`is_json`). A lone
+  parameter named `arguments` or `input` that the tool does not have is unwrapped if it holds an object of arguments that the tool
+  does have.
 - A DSML token outside of any tag is no text of reasoning and content. In a value it is: to drop it would change the argument.
 - A tag that the end of the answer cuts off is dropped from its `<` if its DSML token is there already.
 """
@@ -25,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from abyssal.serve.conversation import MAX_KEY_CHARS, Tool, is_json, parse_json
+from abyssal.serve.conversation import MAX_KEY_CHARS, Tool, is_json, is_key, is_name, parse_json
 from abyssal.tokenizer import DSML, END_THINK, THINK, SpecialToken
 
 DSML_MARK, THINK_MARK, END_THINK_MARK = "\udc00", "\udc01", "\udc02"
@@ -269,7 +271,7 @@ class AnswerParser:
 
     def _start_call(self, head: str) -> None:
         name = head.partition('"')[0]
-        if not name:
+        if not is_name(name):
             self._step = self._read_block
             return
         emits = self._max_calls is None or self._num_calls < self._max_calls
@@ -282,6 +284,9 @@ class AnswerParser:
     def _open_argument(self, head: str) -> None:
         assert self._call is not None
         key, _, attributes = head.partition('"')
+        if not is_key(key):
+            self._step = self._read_call
+            return
         kind = re.fullmatch(r'\s*string="(true|false)', attributes)
         self._call.open(key, is_text=kind is not None and kind[1] == "true")
         self._step = self._read_value
@@ -338,7 +343,7 @@ class _Arguments:
 
     def __init__(self, known: frozenset[str], emit: Callable[[str], None]) -> None:
         self._known, self._emit = known, emit
-        self._keys: list[str] = []
+        self._keys: set[str] = set()
         self._waiting: list[str] | None = None  # pieces held back while the call may be a lone wrapper
         self._value: list[str] = []
         self._is_text = self._is_twice = False
@@ -355,7 +360,7 @@ class _Arguments:
         if not self._keys and key in WRAPPERS and self._known and key not in self._known:
             self._waiting = []
         self._write(("{" if not self._keys else ", ") + json.dumps(key, ensure_ascii=False) + (': "' if is_text else ": "))
-        self._keys.append(key)
+        self._keys.add(key)
 
     def add(self, text: str) -> None:
         """A piece of the argument's value."""
@@ -379,7 +384,7 @@ class _Arguments:
             self._emit("}" if self._keys else "{}")
             return
         raw = "".join(self._value)
-        inner = parse_json(raw)
+        inner = parse_json(raw) if is_json(raw) else None
         is_wrapper = isinstance(inner, dict) and inner and inner.keys() <= self._known
         self._emit(raw.strip() if is_wrapper else "".join(self._waiting) + "}")
 

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from abyssal.errors import AbyssalError, EngineDeadError, RequestError
+from abyssal.serve.grammar import GrammarProcessError
 from abyssal.serve.streams import ClientLeft, json_response
 
 log = logging.getLogger("abyssal")
@@ -36,6 +37,8 @@ def error_body(error: Exception) -> dict[str, Any]:
         return _body(str(error), "invalid_request_error", error.param, error.code)
     if isinstance(error, EngineDeadError):
         return _body(f"the engine stopped: {error}", "server_error", None, "engine_dead")
+    if isinstance(error, GrammarProcessError):
+        return _body(str(error), "server_error", None, "grammar_process")
     if isinstance(error, RequestFailed):
         return _body(str(error), "server_error")
     return _body("internal error; the server's log has the details", "server_error")
@@ -46,7 +49,7 @@ def error_status(error: Exception) -> int:
         return error.status
     if isinstance(error, RequestError):
         return 400
-    return 503 if isinstance(error, EngineDeadError) else 500
+    return 503 if isinstance(error, EngineDeadError | GrammarProcessError) else 500
 
 
 ANTHROPIC_PATH = "/v1/messages"
@@ -69,7 +72,7 @@ def error_response(error: Exception, path: str, headers: dict[str, str] | None =
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    for kind in (HttpError, RequestError, EngineDeadError, RequestFailed, Exception):
+    for kind in (HttpError, RequestError, EngineDeadError, GrammarProcessError, RequestFailed, Exception):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(ClientLeft, _nobody)
     app.add_exception_handler(404, _no_route)
@@ -86,7 +89,9 @@ async def _nobody(_: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, _: Exception) -> Response:
     path = request.url.path
-    return error_response(HttpError(404, f"there is no route {path!r}", "invalid_request_error", code="not_found"), path)
+    meant = f"/v1{path}"
+    hint = f"; did you mean {meant}?" if meant in {getattr(route, "path", "") for route in request.app.routes} else ""
+    return error_response(HttpError(404, f"there is no route {path!r}{hint}", "invalid_request_error", code="not_found"), path)
 
 
 async def _no_method(request: Request, error: Exception) -> Response:

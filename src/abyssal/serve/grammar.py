@@ -38,6 +38,10 @@ class Compiled(msgspec.Struct):
     error: str = ""
 
 
+class GrammarProcessError(AbyssalError):
+    """The grammar process does not start, or ended while it compiled: no fault of the request that can be named."""
+
+
 class GrammarCompiler:
     """Grammars for one model. The process starts with the first one, or with `start`; after a time-out the next one starts it anew.
 
@@ -59,13 +63,18 @@ class GrammarCompiler:
             where: the request's field that asks for it.
 
         Raises:
-            RequestError: it cannot be compiled, or not in time.
+            RequestError: it cannot be compiled, or not in time; what took too long is tried anew when asked for again.
+            GrammarProcessError: the process ended; likewise.
         """
         text = dump_json({"type": "structural_tag", "format": tag}, where)
         key = hashlib.sha256(text.encode()).hexdigest()
         found = self._cache.get(key)
         if found is None:
-            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, text)
+            try:
+                found = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, text)
+            except TimeoutError as error:
+                message = f"{where} cannot be compiled: it takes longer than {self._seconds:g} s; simplify it, or try again later"
+                raise RequestError(message, param=where) from error
             self._cache[key] = found
             while sum(len(entry.grammar) for entry in self._cache.values()) > CACHE_BYTES or len(self._cache) > CACHE_ENTRIES:
                 self._cache.popitem(last=False)
@@ -94,10 +103,13 @@ class GrammarCompiler:
             return _ask(process, text.encode(), self._seconds)
         except TimeoutError:
             self._stop()
-            return Compiled(error=f"it takes longer than {self._seconds:g} s")
-        except OSError:
+            raise
+        except OSError as error:
             self._stop()
-            return Compiled(error="the compiler failed on it")
+            message = (
+                "the grammar compiler ended while it worked on this; try again, and simplify the schema if that does not help"
+            )
+            raise GrammarProcessError(message) from error
 
     def _running(self) -> subprocess.Popen[bytes]:
         """The process, ready for a grammar."""
@@ -109,7 +121,7 @@ class GrammarCompiler:
             _ask(self._process, msgspec.msgpack.encode(self._setup), START_SECONDS)
         except OSError as error:
             self._stop()
-            raise AbyssalError(f"the grammar process does not start: {error!r}") from error
+            raise GrammarProcessError(f"the grammar process does not start: {error!r}; try again later") from error
         return self._process
 
     def _stop(self) -> None:

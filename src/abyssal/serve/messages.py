@@ -7,13 +7,14 @@ import reprlib
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 
 from abyssal.engine.request import SamplingParams
 from abyssal.errors import RequestError
-from abyssal.serve.answer import ChatDelta
+from abyssal.serve.answer import ChatDelta, Part
 from abyssal.serve.body import read_body
 from abyssal.serve.chat import wants_thinking
 from abyssal.serve.chat_job import ChatJob, start_chat
@@ -38,7 +39,7 @@ from abyssal.serve.conversation import (
 from abyssal.serve.errors import anthropic_error_body
 from abyssal.serve.generation import Form, answer
 from abyssal.serve.schemas import MessagesBody
-from abyssal.serve.streams import named_event
+from abyssal.serve.streams import named_event, while_connected
 
 
 async def create_message(request: Request) -> Response:
@@ -47,7 +48,7 @@ async def create_message(request: Request) -> Response:
         record = stack.enter_context(server.metrics.request("messages"))
         body = await read_body(request, MessagesBody)
         server.require_model(body.model)
-        job = await start_chat(server, _conversation(body), _params(server, body))
+        job = await while_connected(request.receive, start_chat(server, partial(_conversation, body), _params(server, body)))
         return await answer(job, MessagesForm(job), request, bool(body.stream), record, stack)
 
 
@@ -87,7 +88,7 @@ def _format(config: dict[str, Any]) -> ResponseFormat | None:
         return None
     if not isinstance(raw, dict) or raw.get("type") != "json_schema":
         raise RequestError("output_config.format must be {type: json_schema, schema}", param="output_config.format")
-    return schema_format(raw, "output_config.format")
+    return schema_format(raw, "output_config.format", {"type", "name"})
 
 
 def _tools(raw: Any) -> tuple[Tool, ...]:
@@ -206,24 +207,23 @@ def _assistant(content: Any, where: str) -> Message:
 
 # Answers
 
+_PIECES = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
 
 class MessagesForm(Form[ChatDelta]):
     """One message of blocks: thinking, text, and calls."""
 
     def __init__(self, job: ChatJob) -> None:
         self.job = job
-        self._open: str | None = None  # type of the block under way
+        self._open: str | None = None  # kind of the part under way
         self._num_blocks = 0
 
     def whole(self) -> dict[str, Any]:
-        output = self.job.outputs[0]
-        content: list[dict[str, Any]] = []
-        if output.reasoning:
-            content.append({"type": "thinking", "thinking": output.reasoning, "signature": ""})
-        if output.text:
-            content.append({"type": "text", "text": output.text})
-        for call in output.calls:
-            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
+        content = [_block(part) for part in self.job.parts[0]]
         return {**self._message(content), **self._end(), "usage": self._usage()}
 
     def opening(self) -> Iterable[bytes]:
@@ -231,18 +231,12 @@ class MessagesForm(Form[ChatDelta]):
         yield named_event("message_start", {"type": "message_start", "message": start})
 
     def events(self, index: int, delta: ChatDelta) -> Iterable[bytes]:
-        if delta.reasoning:
-            yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            yield self._piece({"type": "thinking_delta", "thinking": delta.reasoning})
-        if delta.text:
-            yield from self._begin("text", {"type": "text", "text": ""})
-            yield self._piece({"type": "text_delta", "text": delta.text})
-        for call in delta.calls:
-            if call.id:
+        for part in delta.parts:
+            if part.kind != self._open or part.call_id:
                 yield from self._stop()
-                yield from self._begin("tool_use", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-            if call.arguments:
-                yield self._piece({"type": "input_json_delta", "partial_json": call.arguments})
+                yield from self._begin(part)
+            if part.text:
+                yield self._piece(part)
 
     def closing(self) -> Iterable[bytes]:
         yield from self._stop()
@@ -252,16 +246,15 @@ class MessagesForm(Form[ChatDelta]):
     def failure(self, error: Exception) -> Iterable[bytes]:
         return (named_event("error", anthropic_error_body(error)),)
 
-    def _begin(self, kind: str, block: dict[str, Any]) -> Iterable[bytes]:
-        if self._open == kind:
-            return
-        yield from self._stop()
-        self._open = kind
-        start = {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
+    def _begin(self, part: Part) -> Iterable[bytes]:
+        self._open = part.kind
+        empty = _block(replace(part, text="{}" if part.kind == "call" else ""))
+        start = {"type": "content_block_start", "index": self._num_blocks, "content_block": empty}
         yield named_event("content_block_start", start)
 
-    def _piece(self, delta: dict[str, Any]) -> bytes:
-        content = {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+    def _piece(self, part: Part) -> bytes:
+        kind, key = _PIECES[part.kind]
+        content = {"type": "content_block_delta", "index": self._num_blocks, "delta": {"type": kind, key: part.text}}
         return named_event("content_block_delta", content)
 
     def _stop(self) -> Iterable[bytes]:
@@ -290,3 +283,11 @@ class MessagesForm(Form[ChatDelta]):
             "cache_read_input_tokens": cached,
             "output_tokens": self.job.completion_tokens,
         }
+
+
+def _block(part: Part) -> dict[str, Any]:
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    if part.kind == "text":
+        return {"type": "text", "text": part.text}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": json.loads(part.text)}

@@ -6,7 +6,6 @@ differ in a few facts, held by `Release`, and in their long texts, held by `Text
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -182,28 +181,25 @@ def merge_turns(messages: Sequence[Message]) -> list[Message]:
 
     A user message does not join a turn that has a task. Results stand in the order of the calls that they answer.
     """
-    turns: list[Message] = []
+    turns: list[tuple[Message, list[Block]]] = []
     for message in messages:
         if message.role not in ("user", "tool"):
-            turns.append(message)
+            turns.append((message, []))
             continue
         is_result = message.role == "tool"
-        block = Block(message.content, message.tool_call_id if is_result else None)
-        before = turns[-1] if turns else None
-        if before is not None and before.role == "user" and (is_result or before.task is None):
-            turns[-1] = replace(before, blocks=(*before.blocks, block))
-        else:
-            turns.append(replace(message, role="user", content="", tool_call_id="", blocks=(block,)))
+        if not turns or turns[-1][0].role != "user" or (turns[-1][0].task is not None and not is_result):
+            turns.append((replace(message, role="user", content="", tool_call_id=""), []))
+        turns[-1][1].append(Block(message.content, message.tool_call_id if is_result else None))
+    merged: list[Message] = []
     order: dict[str, int] = {}
-    for i, turn in enumerate(turns):
+    for turn, blocks in turns:
         if turn.tool_calls:
             order = {call.id: place for place, call in enumerate(turn.tool_calls)}
-        if turn.role == "user":
-            turns[i] = replace(turn, blocks=_sort_results(turn.blocks, order))
-    return turns
+        merged.append(replace(turn, blocks=_sort_results(blocks, order)) if turn.role == "user" else turn)
+    return merged
 
 
-def _sort_results(blocks: tuple[Block, ...], order: Mapping[str, int]) -> tuple[Block, ...]:
+def _sort_results(blocks: Sequence[Block], order: Mapping[str, int]) -> tuple[Block, ...]:
     """Results by the place of their call, unknown ones as the first; text stays where it is."""
     results = [block for block in blocks if block.tool_call_id is not None]
     ordered = iter(sorted(results, key=lambda block: order.get(block.tool_call_id or "", 0)))
@@ -220,7 +216,7 @@ def render_calls(calls: Sequence[ToolCall], release: Release) -> list[Segment]:
         segments += ["\n<", DSML, f'{release.invoke} name="{call.name}">\n']
         arguments = parse_arguments(call.arguments)
         for i, (key, value) in enumerate(({"arguments": call.arguments} if arguments is None else arguments).items()):
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text = value if isinstance(value, str) else dump_json(value, "messages")
             kind = "true" if isinstance(value, str) else "false"
             segments += ["\n<" if i else "<", DSML, f'{release.parameter} name="{key}" string="{kind}">{text}</', DSML]
             segments.append(f"{release.parameter}>")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 from fastapi import Request, Response
 
 from abyssal.engine.request import SamplingParams
 from abyssal.errors import RequestError
-from abyssal.serve.answer import ChatDelta
+from abyssal.serve.answer import ChatDelta, Part
 from abyssal.serve.body import read_body
 from abyssal.serve.chat import wants_thinking
 from abyssal.serve.chat_job import ChatJob, start_chat
@@ -22,6 +25,7 @@ from abyssal.serve.conversation import (
     ResponseFormat,
     Tool,
     ToolCall,
+    check_keys,
     check_last,
     check_text,
     check_tools,
@@ -36,9 +40,10 @@ from abyssal.serve.conversation import (
 from abyssal.serve.errors import error_body
 from abyssal.serve.generation import Form, answer
 from abyssal.serve.schemas import ResponsesBody
-from abyssal.serve.streams import named_event
+from abyssal.serve.streams import named_event, while_connected
 
 ECHOED = ("metadata", "text", "tool_choice", "tools", "user")  # fields that the answer repeats as they came
+KINDS = {"reasoning": "reasoning", "text": "message", "call": "function_call"}  # of an answer's parts
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
@@ -48,9 +53,8 @@ async def create_response(request: Request) -> Response:
         record = stack.enter_context(server.metrics.request("responses"))
         body = await read_body(request, ResponsesBody)
         server.require_model(body.model)
-        job = await start_chat(server, _conversation(server, body), _params(server, body), "input")
-        for name in ECHOED:
-            check_text(dump_json(getattr(body, name), name), name)
+        start = start_chat(server, partial(_conversation, server, body), _params(server, body), "input")
+        job = await while_connected(request.receive, start)
         return await answer(job, ResponsesForm(job, body), request, bool(body.stream), record, stack)
 
 
@@ -66,23 +70,29 @@ def _conversation(server: Server, body: ResponsesBody) -> Conversation:
     tools = _tools(body.tools)
     raw = body.tool_choice
     if isinstance(raw, dict) and raw.get("type") == "function":
-        raw = {"type": "function", "function": {"name": raw.get("name")}}
+        check_keys(raw, {"type", "name"}, "tool_choice")
+        check_text(raw.get("name"), "tool_choice.name")
+        raw = {"type": "function", "function": {"name": raw["name"]}}
     choice = parse_tool_choice(raw, body.parallel_tool_calls, tools)
-    return Conversation(tuple(_messages(body)), tools, choice, _format(body.text), thinking, effort)
+    conversation = Conversation(tuple(_messages(body)), tools, choice, _format(body.text), thinking, effort)
+    for name in ECHOED:
+        check_text(dump_json(getattr(body, name), name), name)
+    return conversation
 
 
 def _format(text: Any) -> ResponseFormat | None:
     raw = _part(text, "text", {"format", "verbosity"}).get("format")
     kind = raw.get("type") if isinstance(raw, dict) else None
-    if raw is None or kind == "text":
+    if raw is None:
         return None
-    if kind == "json_object":
-        return ResponseFormat()
+    if kind in ("text", "json_object"):
+        check_keys(raw, {"type"}, "text.format")
+        return ResponseFormat() if kind == "json_object" else None
     if kind != "json_schema":
         raise RequestError(
             f"text.format={reprlib.repr(raw)} is not supported; its type is text, json_object or json_schema", param="text.format"
         )
-    return schema_format(raw, "text.format")
+    return schema_format(raw, "text.format", {"type", "name", "description", "strict"})
 
 
 def _tools(raw: Any) -> tuple[Tool, ...]:
@@ -111,23 +121,24 @@ def _part(raw: Any, where: str, known: set[str]) -> dict[str, Any]:
 def _messages(body: ResponsesBody) -> list[Message]:
     """The conversation. What the assistant did in a row - thoughts, text, calls - is one message."""
     messages = [] if body.instructions is None else [Message("system", check_text(body.instructions, "instructions"))]
-    raw = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    raw = [{"role": "user", "content": body.input}] if body.input and isinstance(body.input, str) else body.input
     if not isinstance(raw, list) or not raw:
-        raise RequestError("input must be a text or a non-empty list of items", param="input")
-    for i, item in enumerate(raw):
-        message = _item(item, f"input[{i}]")
-        last = messages[-1] if messages else None
-        if message.role == "assistant" and last is not None and last.role == "assistant":
-            messages[-1] = Message(
-                "assistant",
-                last.content + message.content,
-                last.reasoning + message.reasoning,
-                tool_calls=last.tool_calls + message.tool_calls,
-            )
-        else:
-            messages.append(message)
+        raise RequestError("input must be a text or a list of items, and not empty", param="input")
+    items = (_item(item, f"input[{i}]") for i, item in enumerate(raw))
+    for role, group in groupby(items, key=lambda message: message.role):
+        run = [*group]
+        messages += [_joined(run)] if role == "assistant" else run
     check_last(messages)
     return messages
+
+
+def _joined(items: list[Message]) -> Message:
+    return Message(
+        "assistant",
+        "".join(item.content for item in items),
+        "".join(item.reasoning for item in items),
+        tool_calls=tuple(call for item in items for call in item.tool_calls),
+    )
 
 
 def _item(item: Any, where: str) -> Message:
@@ -193,13 +204,9 @@ class ResponsesForm(Form[ChatDelta]):
     def whole(self) -> dict[str, Any]:
         output = self.job.outputs[0]
         status = "incomplete" if output.finish_reason == "length" else "completed"
-        items: list[dict[str, Any]] = []
-        if output.reasoning:
-            items.append(self._item("reasoning", 0, status, text=output.reasoning))
-        if output.text or not output.calls:
-            items.append(self._item("message", len(items), status, text=output.text))
-        for call in output.calls:
-            items.append(self._item("function_call", len(items), status, call.id, call.name, call.arguments))
+        parts = self.job.parts[0] if output.text or output.calls else [*self.job.parts[0], Part("text")]
+        items = [self._item(part, i, "completed") for i, part in enumerate(parts)]
+        items[-1]["status"] = status
         return self._response(status, items)
 
     def opening(self) -> Iterable[bytes]:
@@ -207,23 +214,17 @@ class ResponsesForm(Form[ChatDelta]):
             yield self._event(f"response.{name}", response=self._response("in_progress", []))
 
     def events(self, index: int, delta: ChatDelta) -> Iterable[bytes]:
-        for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
-            if text:
-                yield from self._begin(kind)
-                self._items[-1]["content"][0]["text"] += text
-                yield self._piece(kind, text)
-        for call in delta.calls:
-            if call.id:
-                yield from self._begin("function_call", call.id, call.name)
-            if call.arguments:
-                self._items[-1]["arguments"] += call.arguments
-                yield self._piece("function_call", call.arguments)
+        for part in delta.parts:
+            if part.call_id or not self._items or self._items[-1]["type"] != KINDS[part.kind]:
+                yield from self._begin(part)
+            if part.text:
+                yield self._piece(part)
 
     def closing(self) -> Iterable[bytes]:
         output = self.job.outputs[0]
         status = "incomplete" if output.finish_reason == "length" else "completed"
         if not output.text and not output.calls:
-            yield from self._begin("message")
+            yield from self._begin(Part("text"))
         yield from self._end(status)
         yield self._event(f"response.{status}", response=self._response(status, self._items))
 
@@ -234,25 +235,24 @@ class ResponsesForm(Form[ChatDelta]):
 
     # Parts of a stream
 
-    def _begin(self, kind: str, call_id: str = "", name: str = "") -> Iterable[bytes]:
-        """Begin an item, unless one of its kind is under way; each call is an item of its own."""
-        if self._items and self._items[-1]["type"] == kind != "function_call":
-            return
+    def _begin(self, part: Part) -> Iterable[bytes]:
         yield from self._end("completed")
-        item = self._item(kind, len(self._items), "in_progress", call_id, name)
+        item = self._item(replace(part, text=""), len(self._items), "in_progress")
         bare = {**item, "content": []} if "content" in item else item
         self._items.append(item)
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=bare)
         if "content" in item:
             yield self._event("response.content_part.added", **self._place(), part=item["content"][0])
 
-    def _piece(self, kind: str, text: str) -> bytes:
-        if kind == "function_call":
+    def _piece(self, part: Part) -> bytes:
+        if part.kind == "call":
+            self._items[-1]["arguments"] += part.text
             place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-            return self._event("response.function_call_arguments.delta", **place, delta=text)
-        if kind == "reasoning":
-            return self._event("response.reasoning_text.delta", **self._place(), delta=text)
-        return self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
+            return self._event("response.function_call_arguments.delta", **place, delta=part.text)
+        self._items[-1]["content"][0]["text"] += part.text
+        if part.kind == "reasoning":
+            return self._event("response.reasoning_text.delta", **self._place(), delta=part.text)
+        return self._event("response.output_text.delta", **self._place(), delta=part.text, logprobs=[])
 
     def _end(self, status: str) -> Iterable[bytes]:
         """End the item under way."""
@@ -280,20 +280,18 @@ class ResponsesForm(Form[ChatDelta]):
         number, self._num_events = self._num_events, self._num_events + 1
         return named_event(kind, {"type": kind, "sequence_number": number, **content})
 
-    def _item(
-        self, kind: str, index: int, status: str, call_id: str = "", name: str = "", arguments: str = "", text: str = ""
-    ) -> dict[str, Any]:
-        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
-        item: dict[str, Any] = {"id": f"{prefix}_{self.job.key}{index}", "type": kind, "status": status}
-        if kind == "reasoning":
-            return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
-        if kind == "message":
+    def _item(self, part: Part, index: int, status: str) -> dict[str, Any]:
+        prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[part.kind]
+        item: dict[str, Any] = {"id": f"{prefix}_{self.job.key}{index}", "type": KINDS[part.kind], "status": status}
+        if part.kind == "reasoning":
+            return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": part.text}]}
+        if part.kind == "text":
             return {
                 **item,
                 "role": "assistant",
-                "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}],
+                "content": [{"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}],
             }
-        return {**item, "call_id": call_id, "name": name, "arguments": arguments}
+        return {**item, "call_id": part.call_id, "name": part.name, "arguments": part.text}
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
         body, job, params = self._body, self.job, self.job.requests[0].params

@@ -28,13 +28,13 @@ from abyssal.tokenizer import Tokenizer
 
 log = logging.getLogger("abyssal")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # to end
 GRACE_SECONDS = 10.0  # open requests may finish in this time
 CLOSE_SECONDS = 5  # after it, they have this long to read that the server ends
 
 
 def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> None:
-    """Serve until SIGINT or SIGTERM. A second signal does not wait for open requests.
+    """Serve until SIGINT, SIGTERM, or SIGHUP as the terminal closes. A second signal does not wait for open requests.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -48,7 +48,8 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> None
 async def _serve(listener: socket.socket, engine_config: EngineConfig, server_config: ServerConfig) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    for sig in SIGNALS:
+    signals = end_signals(server_config)
+    for sig in signals:
         loop.add_signal_handler(sig, task.cancel)  # while loading
     client = await start_client(engine_config, server_config)
     grammars = GrammarCompiler(client.info)
@@ -70,13 +71,20 @@ async def _serve(listener: socket.socket, engine_config: EngineConfig, server_co
             timeout_graceful_shutdown=int(GRACE_SECONDS) + CLOSE_SECONDS,
         )
         server = _Server(settings, client)
-        for sig in SIGNALS:
+        for sig in signals:
             loop.add_signal_handler(sig, server.stop)
         print(_greeting(listener, client, server_config), flush=True)
         await server.serve(sockets=[listener])
     finally:
         grammars.close()
         await client.close()
+
+
+def end_signals(config: ServerConfig) -> tuple[signal.Signals, ...]:
+    """SIGHUP is one of them, unless it is ignored, as under nohup, or restarts replicas."""
+    restarts = config.ray and config.prefill_engines == 0
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return SIGNALS if restarts or ignored else (*SIGNALS, signal.SIGHUP)
 
 
 class RunningClient(Client, Protocol):

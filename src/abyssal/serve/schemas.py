@@ -36,6 +36,9 @@ _GENERATION_UNSUPPORTED: Neutral = {
 }
 
 
+_AS_RESPONSE_FORMAT = ("structured_outputs", "guided_json", "guided_regex", "guided_choice")  # a JSON schema says the same
+
+
 class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -56,7 +59,8 @@ class Body(Schema):
         for name, neutral in cls.unsupported.items():
             value = raw.pop(name, None)
             if value is not None and value not in neutral:
-                raise RequestError(f"{name} is not supported yet; leave it out", param=name)
+                remedy = "use response_format on /v1/chat/completions" if name in _AS_RESPONSE_FORMAT else "leave it out"
+                raise RequestError(f"{name} is not supported yet; {remedy}", param=name)
 
 
 class StreamOptions(Schema):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import ExitStack, aclosing
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from fastapi import Response
 
 from abyssal.errors import AbyssalError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -59,6 +60,15 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
         watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def in_thread(receive: Receive, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Result of `work`, which long requests keep busy for seconds, in a thread: others are answered meanwhile.
+
+    Raises:
+        ClientLeft: the client did; the result is dropped, and work that waits for a thread is not begun.
+    """
+    return await while_connected(receive, asyncio.to_thread(work, *args, **kwargs))
 
 
 async def _until_left(receive: Receive) -> None:
