@@ -16,7 +16,7 @@ from rich.table import Table
 
 import abyssal
 from abyssal.cli.options import config_options, model_argument, split_config
-from abyssal.config import GLUON_RELEASES, EngineConfig, ModelConfig, resolve
+from abyssal.config import ALLOWED_KV, GLUON_RELEASES, EngineConfig, Gpu, ModelConfig, resolve
 from abyssal.model_config import load_model_config
 from abyssal.options import option_specs
 
@@ -75,18 +75,27 @@ def _installed(package: str) -> str:
 
 def _implementations() -> Rows:
     """Every option that chooses an implementation or a record format: which of its values exist here."""
-    rows = []
-    for spec in option_specs(EngineConfig):
-        if spec.name in ("kv_layout", "compressed_kv_layout", "index_layout", "backend"):
-            rows.append((spec.name, ", ".join(value for value in spec.choices or () if value != "auto")))
-    return [*rows, ("kernels", _kernels())]
-
-
-def _kernels() -> str:
-    """Which backend auto takes on this machine for a model of the released widths in bfloat16, and why not a faster one."""
     from abyssal.ops._select import find_gpu
 
     gpu = find_gpu()
+    absent = {"auto"}
+    if gpu is None or gpu.why_no_kernels is not None:
+        absent |= {"triton", "hopper"}
+    elif gpu.why_not_hopper is not None:
+        absent.add("hopper")
+    rows = []
+    for spec in option_specs(EngineConfig):
+        if spec.name in ("kv_layout", "index_layout", "backend"):
+            rows.append((spec.name, ", ".join(value for value in spec.choices or () if value not in absent)))
+    kinds: dict[str, list[str]] = {}
+    for kv, compressed in sorted(ALLOWED_KV):
+        kinds.setdefault(compressed, []).append(kv)
+    rows.append(("compressed_kv_layout", "; ".join(f"{compressed} with {', '.join(kv)}" for compressed, kv in kinds.items())))
+    return [*rows, ("kernels", _kernels(gpu))]
+
+
+def _kernels(gpu: Gpu | None) -> str:
+    """Which backend auto takes on this machine for a model of the released widths in bfloat16, and why not a faster one."""
     if gpu is None:
         return "reference only: no CUDA device"
     if gpu.why_no_kernels is not None:

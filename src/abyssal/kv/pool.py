@@ -33,7 +33,7 @@ class PagePool:
         except RuntimeError as error:  # on a GPU its subclass OutOfMemoryError
             size = (num_pages + 1) * page_bytes
             raise ConfigError(
-                f"the KV cache needs {size / 2**30:.1f} GiB at once, which {device} does not have; lower kv_cache_bytes"
+                f"one of the KV cache's page pools needs {size / 2**30:.1f} GiB at once, which {device} does not have; lower kv_cache_bytes"
             ) from error
         self.data[NO_PAGE].zero_()
         self._free = list(range(num_pages, 0, -1))

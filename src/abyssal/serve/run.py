@@ -15,9 +15,11 @@ from typing import Protocol
 
 import uvicorn
 
+from abyssal.checkpoint.source import resolve_model
 from abyssal.config import EngineConfig, ServerConfig
 from abyssal.engine.link import require_nixl
 from abyssal.errors import ConfigError
+from abyssal.model_config import load_model_config
 from abyssal.serve.app import create_app
 from abyssal.serve.chat import load_chat_format
 from abyssal.serve.context import Client
@@ -101,6 +103,7 @@ async def start_client(engine_config: EngineConfig, server_config: ServerConfig)
     """
     if server_config.ray and importlib.util.find_spec("ray") is None:
         raise ConfigError("ray=True needs Ray, which is not installed: pip install -e '.[ray]' in the clone of abyssal")
+    load_model_config(resolve_model(engine_config.model))  # before processes are started that would refuse it seconds later
     if server_config.prefill_engines == 0:
         if server_config.ray:
             return await _start_cluster(engine_config, server_config.replicas)
@@ -135,7 +138,10 @@ class _Server(uvicorn.Server):
         self._closing: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
-        log.info("ending: open requests %s", "end now" if self.should_exit else f"have {GRACE_SECONDS:g} s to finish")
+        if self.server_state.tasks:
+            log.info("ending: open requests %s", "end now" if self.should_exit else f"have {GRACE_SECONDS:g} s to finish")
+        else:
+            log.info("ending")
         self.force_exit = self.should_exit
         self.should_exit = True
         self._closing = self._closing or asyncio.create_task(self._close_later())
