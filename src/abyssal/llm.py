@@ -7,7 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -54,6 +54,7 @@ class LLM:
         self._dropped: deque[str] = deque()  # requests that nobody waits for; they leave the engine when no turn is under way
         self._lock = threading.Lock()  # held during a turn
         self._next = threading.Lock()  # held by who has the next turn
+        self._holder: int | None = None  # whose turn it is
         self._threads: set[int] = set()  # that have a turn or wait for one
 
     def __enter__(self) -> Self:
@@ -64,8 +65,12 @@ class LLM:
 
     def close(self) -> None:
         """Release weights and caches. The object cannot be used afterwards, save to close it again."""
-        if threading.get_ident() in self._threads:  # a signal handler, which interrupts the turn and may not let it go on
+        me = threading.get_ident()
+        if self._holder == me:  # a signal handler, which interrupts the turn and may not let it go on
             self._close()
+        elif me in self._threads:  # or interrupts this thread's wait for one
+            with self._lock:
+                self._close()
         else:
             with self._turn():
                 self._close()
@@ -170,7 +175,7 @@ class LLM:
         sizes = _even_chunks(len(ids), most) if chunk_sizes is None else _integers("chunk_sizes", chunk_sizes)
         if any(type(s) is not int or s < 1 for s in sizes) or sum(sizes) != len(ids):
             raise RequestError(
-                f"chunk_sizes must be positive integers and sum to {len(ids)}, not {sizes[:8]}", param="chunk_sizes"
+                f"chunk_sizes must be positive integers and sum to {len(ids)}, not {show(sizes)}", param="chunk_sizes"
             )
         wanted = list(range(len(ids))) if positions is None else _integers("positions", positions)
         if bad := [p for p in wanted if type(p) is not int or not 0 <= p < len(ids)]:
@@ -259,12 +264,15 @@ class LLM:
             )
         try:
             self._threads.add(thread)
-            with self._next:
-                self._lock.acquire()
-            try:
-                yield
-            finally:
-                self._lock.release()
+            with ExitStack() as waiting:
+                waiting.enter_context(self._next)
+                with self._lock:
+                    waiting.close()
+                    self._holder = thread
+                    try:
+                        yield
+                    finally:
+                        self._holder = None
         finally:
             self._threads.discard(thread)
             self._drop()

@@ -7,7 +7,6 @@ ordinary text unless told otherwise, and `encode_segments` takes the places wher
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from abyssal.errors import CheckpointError, RequestError
+from abyssal.errors import CheckpointError, RequestError, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Tokenizer:
     def __init__(self, raw: dict[str, Any], bos_text: str | None = None, eos_text: str | None = None) -> None:
         decoder = raw.get("decoder")
         if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
-            shown = reprlib.repr(decoder)
+            shown = show(decoder)
             raise CheckpointError(f"tokenizer.json has the decoder {shown}; only byte-level BPE (type ByteLevel) is supported")
         self._control = _build(raw)
         # The library can switch off only the added tokens marked special; V4's turn marks need not be. So text has its own.

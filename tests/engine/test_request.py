@@ -255,3 +255,12 @@ def test_an_unknown_parameter_is_named_with_the_closest() -> None:
 def test_parameters_survive_copies() -> None:
     params = SamplingParams(stop="end", seed=3, logit_bias={5: 1.0})
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == replace(params, n=1) == params
+
+
+def test_a_subclass_of_sampling_params_knows_all_names() -> None:
+    class Quiet(SamplingParams):
+        """As users make for a default of their own."""
+
+    assert Quiet(temperature=0.5).temperature == 0.5
+    with pytest.raises(RequestError, match="did you mean 'temperature'"):
+        Quiet(temprature=0.5)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from abyssal.errors import RequestError
+from abyssal.serve.messages import _assistant
 from tests.serve.sampling import SamplingClient, stubborn
 from tests.serve.scripted import MODEL, TOKENIZER, ScriptedClient, app_of, post, says
 
@@ -211,3 +213,12 @@ def test_other_errors_have_their_types() -> None:
     }
     last = post(app_of(ScriptedClient(fail_after=2)), PATH, {**BODY, "stream": True}).text.strip().split("\n\n")[-1]
     assert last.startswith("event: error\n") and "scripted failure" in last
+
+
+def test_an_input_nested_too_deeply_for_the_prompt_is_refused() -> None:
+    """However deep the body's parser goes: a value built here is deeper."""
+    value: dict[str, Any] = {}
+    for _ in range(5000):
+        value = {"a": value}
+    with pytest.raises(RequestError, match="nested too deeply"):
+        _assistant([{"type": "tool_use", "id": "c", "name": "f", "input": value}], "messages[0]")

@@ -52,8 +52,8 @@ class SamplingParams:
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
         for name in named:
-            if name not in cls.__slots__:
-                raise RequestError(f"unknown parameter {show(name)}{hint(name, cls.__slots__)}", param=name)
+            if name not in cls.__dataclass_fields__:
+                raise RequestError(f"unknown parameter {show(name)}{hint(name, cls.__dataclass_fields__)}", param=name)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:

@@ -193,9 +193,9 @@ def _engram(config: Section, num_layers: int, vocab_size: int) -> EngramConfig |
     engram = EngramConfig(
         layer_ids=layer_ids,
         num_embeddings=config.integers("engram_num_embeddings", low=low),
-        max_ngram_size=config.integer("engram_max_ngram_size", low=2 * low, high=MAX_NGRAM_SIZE),
+        max_ngram_size=config.integer("engram_max_ngram_size", low=2 * low, high=MAX_NGRAM_SIZE if layer_ids else MAX_INTEGER),
         vocab_size=config.integer("engram_vocab_size", low=low),
-        n_heads=config.integer("engram_n_heads", low=low, high=MAX_NGRAM_HEADS),
+        n_heads=config.integer("engram_n_heads", low=low, high=MAX_NGRAM_HEADS if layer_ids else MAX_INTEGER),
         head_dim=config.integer("engram_head_dim", low=low),
         pad_token_id=config.integer("engram_pad_token_id", low=0, high=vocab_size - 1),
         compressed_vocab_size=config.integer("engram_compressed_vocab_size", low=low, high=vocab_size),

@@ -24,7 +24,7 @@ def starts_early(programs: int, x: Tensor) -> bool:
 
 
 def early(programs: int, x: Tensor) -> dict[str, bool]:
-    """Options of a launch whose kernel begins with `wait_for_inputs`."""
+    """Options of a launch whose kernel waits by `wait_for_inputs` or `wait_before_product`."""
     is_early = starts_early(programs, x)
     return {"EARLY": is_early, "launch_pdl": is_early}
 

@@ -81,6 +81,9 @@ class RankedEngine:
         while (self._tasks and not updates) or not self._updates.empty():
             update = self._updates.get()
             if isinstance(update, AbyssalError):
+                if updates:
+                    self._updates.put(update)  # for the next call: what the others gained is not lost
+                    return updates
                 raise update  # one at a time: every request has its own, and may be waited for by another thread
             if update.request_id in self._tasks:  # it may have been aborted
                 updates.append(update)

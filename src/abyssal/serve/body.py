@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
 
-from abyssal.errors import RequestError
+from abyssal.errors import RequestError, show
 from abyssal.serve.errors import HttpError
 from abyssal.serve.schemas import Body
 from abyssal.serve.streams import ClientLeft, in_thread
@@ -92,7 +91,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise RequestError(f"the body gives {reprlib.repr(twice)} twice; which one is meant is unclear", param=twice)
+        raise RequestError(f"the body gives {show(twice)} twice; which one is meant is unclear", param=twice)
     return found
 
 
@@ -104,11 +103,11 @@ def _request_error(error: ValidationError, schema: type[Body]) -> RequestError:
     first = error.errors(include_url=False)[0]
     param = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return RequestError(f"unknown field {reprlib.repr(param)}; {_remedy(param, schema)}", param=param)
+        return RequestError(f"unknown field {show(param)}; {_remedy(param, schema)}", param=param)
     if first["type"] == "missing":
         return RequestError(f"{param} is missing", param=param)
     what = first["msg"].replace("Input should be", "must be").replace("Extra inputs are", "must be")
-    return RequestError(f"{param}={reprlib.repr(first['input'])} {what}", param=param)
+    return RequestError(f"{param}={show(first['input'])} {what}", param=param)
 
 
 def _remedy(name: str, schema: type[Body]) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from abyssal.errors import ConfigError, RequestError
+from abyssal.errors import ConfigError, RequestError, show
 from abyssal.serve.chat_template import ChatTemplate, read_template
 from abyssal.serve.conversation import Conversation
 from abyssal.serve.encoding_file import find_encoding_file, load_texts
@@ -93,13 +92,13 @@ def wants_thinking(effort: str | None, switches: dict[str, Any] | None, default:
     for name, value in (switches or {}).items():
         if name not in ("thinking", "enable_thinking") or not isinstance(value, bool):
             raise RequestError(
-                f"chat_template_kwargs: {reprlib.repr(name)} = {reprlib.repr(value)} is unknown; it takes thinking or enable_thinking, true or false",
+                f"chat_template_kwargs: {show(name)} = {show(value)} is unknown; it takes thinking or enable_thinking, true or false",
                 param="chat_template_kwargs",
             )
         said.add(value)
     if effort is not None:
         if effort not in EFFORTS:
-            message = f"reasoning_effort={reprlib.repr(effort)} is unknown; use {', '.join(EFFORTS)}"
+            message = f"reasoning_effort={show(effort)} is unknown; use {', '.join(EFFORTS)}"
             raise RequestError(message, param="reasoning_effort")
         said.add(effort != "none")
     if len(said) > 1:

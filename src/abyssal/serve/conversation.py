@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
-from abyssal.errors import RequestError
+from abyssal.errors import RequestError, show
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 TASKS = ("action", "query", "authority", "domain", "title", "read_url")
@@ -141,14 +140,14 @@ def _parse_message(raw: Any, where: str) -> Message:
         raise RequestError(f"{where} must be an object with role and content, not {type(raw).__name__}", param=where)
     role = raw.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}.role={reprlib.repr(role)} is unknown; use {', '.join(ROLES)}", param=f"{where}.role")
+        raise RequestError(f"{where}.role={show(role)} is unknown; use {', '.join(ROLES)}", param=f"{where}.role")
     for key, value in raw.items():
         if key == "name" and role == "tool":
             continue  # the tool's name: the call's id says more
         if key in _EMPTY_KEYS and value not in (None, [], ""):
             raise RequestError(f"{where}.{key} is not supported; leave it out", param=f"{where}.{key}")
         if key not in ("role", "content", "reasoning_content", "reasoning", "task", "tool_calls", "tool_call_id", *_EMPTY_KEYS):
-            raise RequestError(f"{where} has the unknown key {reprlib.repr(key)}", param=f"{where}.{key}")
+            raise RequestError(f"{where} has the unknown key {show(key)}", param=f"{where}.{key}")
     reasoning = _reasoning(raw, where)
     if reasoning and role != "assistant":
         raise RequestError(f"{where}: reasoning belongs to messages of the assistant only", param=f"{where}.reasoning_content")
@@ -163,7 +162,7 @@ def _parse_message(raw: Any, where: str) -> Message:
 
 def _task(value: Any, where: str) -> str | None:
     if value is not None and value not in TASKS:
-        raise RequestError(f"{where}={reprlib.repr(value)} is unknown; use {', '.join(TASKS)}", param=where)
+        raise RequestError(f"{where}={show(value)} is unknown; use {', '.join(TASKS)}", param=where)
     return value
 
 
@@ -204,7 +203,7 @@ def _tool_call(raw: Any, where: str) -> ToolCall:
     if not isinstance(raw, dict) or not isinstance(function, dict) or raw.get("type", "function") != "function":
         raise RequestError(f"{where} must be {{id, type: 'function', function: {{name, arguments}}}}", param=where)
     if unknown := (raw.keys() - {"id", "type", "function", "index"}) | (function.keys() - {"name", "arguments"}):
-        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown, key=repr))}", param=where)
+        raise RequestError(f"{where} has the unknown key {show(min(unknown, key=show))}", param=where)
     arguments = function.get("arguments")
     if isinstance(arguments, dict):  # some proxies send the object itself
         arguments = dump_json(arguments, f"{where}.function.arguments")
@@ -288,7 +287,7 @@ def parse_tools(raw: Any, where: str = "tools") -> tuple[Tool, ...]:
         kind = entry.get("type") if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or kind != "function" or not isinstance(entry.get("function"), dict):
             raise RequestError(
-                f"{where}[{i}] of type {reprlib.repr(kind)} is not supported; use {{type: 'function', function: {{name, ...}}}}",
+                f"{where}[{i}] of type {show(kind)} is not supported; use {{type: 'function', function: {{name, ...}}}}",
                 param=f"{where}[{i}]",
             )
         check_keys(entry, {"type", "function"}, f"{where}[{i}]")
@@ -350,7 +349,7 @@ def parse_tool_choice(raw: Any, parallel: bool | None, tools: Sequence[Tool]) ->
     function = raw.get("function") if isinstance(raw, dict) else None
     if not isinstance(raw, dict) or raw.get("type") != "function" or not isinstance(function, dict):
         raise RequestError(
-            f"tool_choice={reprlib.repr(raw)} is not supported; use auto, none, required or {{type: 'function', function: {{name}}}}",
+            f"tool_choice={show(raw)} is not supported; use auto, none, required or {{type: 'function', function: {{name}}}}",
             param="tool_choice",
         )
     check_keys(raw, {"type", "function"}, "tool_choice")
@@ -364,7 +363,7 @@ def choose_required(choice: ToolChoice, name: str | None, tools: Sequence[Tool])
     if not known:
         raise RequestError("tool_choice asks for a call, but the request has no tools; send tools", param="tool_choice")
     if name is not None and name not in known:
-        message = f"tool_choice names {reprlib.repr(name)}, which is not one of the tools: {reprlib.repr(known)}"
+        message = f"tool_choice names {show(name)}, which is not one of the tools: {show(known)}"
         raise RequestError(message, param="tool_choice")
     return replace(choice, mode="required", name=name)
 
@@ -383,7 +382,7 @@ def parse_response_format(raw: Any) -> ResponseFormat | None:
         return ResponseFormat() if kind == "json_object" else None
     if kind != "json_schema":
         raise RequestError(
-            f"response_format={reprlib.repr(raw)} is not supported; use {{type: text}}, {{type: json_object}} or {{type: json_schema, "
+            f"response_format={show(raw)} is not supported; use {{type: text}}, {{type: json_object}} or {{type: json_schema, "
             "json_schema: {name, schema}}",
             param="response_format",
         )
@@ -404,7 +403,16 @@ def schema_format(raw: Any, where: str, known: set[str]) -> ResponseFormat:
 def check_keys(raw: dict[str, Any], known: set[str], where: str) -> None:
     """Refuse what the object at `where` holds beside the keys `known`."""
     if unknown := raw.keys() - known:
-        raise RequestError(f"{where} has the unknown key {reprlib.repr(min(unknown, key=repr))}", param=where)
+        raise RequestError(f"{where} has the unknown key {show(min(unknown, key=show))}", param=where)
+
+
+def parse_options(raw: Any, where: str, known: set[str]) -> dict[str, Any]:
+    """An object of options, empty for None."""
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict) or raw.keys() - known:
+        raise RequestError(f"{where}={show(raw)} must be an object of {', '.join(sorted(known))}", param=where)
+    return raw
 
 
 # Text
@@ -430,7 +438,7 @@ def check_name(value: Any, where: str) -> str:
     name = check_text(value, where)
     if not is_name(name):
         raise RequestError(
-            f"{where}={reprlib.repr(name)} cannot be written in the model's format; use 1 to {MAX_NAME_CHARS} characters without "
+            f"{where}={show(name)} cannot be written in the model's format; use 1 to {MAX_NAME_CHARS} characters without "
             "quotes, angle brackets and control characters",
             param=where,
         )
@@ -442,7 +450,7 @@ def check_key(value: str, where: str) -> str:
     key = check_text(value, where)
     if not is_key(key):
         raise RequestError(
-            f"{where}: the argument name {reprlib.repr(key)} cannot be written in the model's format; use at most {MAX_KEY_CHARS} "
+            f"{where}: the argument name {show(key)} cannot be written in the model's format; use at most {MAX_KEY_CHARS} "
             "characters without quotes, angle brackets and control characters",
             param=where,
         )

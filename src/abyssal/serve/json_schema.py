@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import reprlib
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from abyssal.errors import RequestError
+from abyssal.errors import RequestError, show
 from abyssal.serve.json_pattern import PatternError, grammar_regex
 
 MAX_DEPTH = 64  # schemas within schemas
@@ -75,7 +74,7 @@ def check_schema(schema: Schema, where: str) -> None:
         if node is True:
             continue
         if not isinstance(node, dict):
-            _refuse(path, f"{reprlib.repr(node)} is no schema that a value can follow")
+            _refuse(path, f"{show(node)} is no schema that a value can follow")
         num_values += len(node["enum"]) if isinstance(node.get("enum"), list) else 0
         num_chars += len(node["pattern"]) if isinstance(node.get("pattern"), str) else 0
         if num_chars > MAX_PATTERNS:
@@ -200,13 +199,13 @@ def _check_type(node: dict[str, Any], path: str) -> None:
     named = node.get("type")
     names = [named] if isinstance(named, str) else named
     if named is not None and (not isinstance(names, list) or not names or any(name not in list(TYPES) for name in names)):
-        _refuse(f"{path}.type", f"{reprlib.repr(named)} is not one of {', '.join(TYPES)}, or a list of these")
+        _refuse(f"{path}.type", f"{show(named)} is not one of {', '.join(TYPES)}, or a list of these")
 
 
 def _check_counts(node: dict[str, Any], path: str) -> None:
     for name in _COUNTS:
         if name in node and (type(node[name]) is not int or not 0 <= node[name] <= MAX_COUNT):
-            _refuse(f"{path}.{name}", f"{reprlib.repr(node[name])} must be an integer from 0 to {MAX_COUNT}")
+            _refuse(f"{path}.{name}", f"{show(node[name])} must be an integer from 0 to {MAX_COUNT}")
     for what in ("Length", "Items", "Properties"):
         if node.get(f"min{what}", 0) > node.get(f"max{what}", MAX_COUNT):
             _refuse(f"{path}.min{what}", f"is above max{what}")
@@ -216,7 +215,7 @@ def _check_numbers(node: dict[str, Any], path: str) -> None:
     for name in BOUNDS:
         value = node.get(name, 0)
         if type(value) is not int and not (type(value) is float and math.isfinite(value)):
-            _refuse(f"{path}.{name}", f"{reprlib.repr(node[name])} must be a number")
+            _refuse(f"{path}.{name}", f"{show(node[name])} must be a number")
     types = types_named(node)
     what, scale = (
         ("integer", 1) if "integer" in types else (f"number of {NUMBER_DIGITS} digits behind the point", 10**NUMBER_DIGITS)
@@ -225,13 +224,13 @@ def _check_numbers(node: dict[str, Any], path: str) -> None:
     lower = "exclusiveMinimum" if "minimum" not in node else "minimum"
     upper = "exclusiveMaximum" if "maximum" not in node else "maximum"
     if low is not None and low > MAX_INTEGER * scale:
-        _refuse(f"{path}.{lower}", f"{reprlib.repr(node[lower])} is above {MAX_INTEGER}, the most that a bound can be")
+        _refuse(f"{path}.{lower}", f"{show(node[lower])} is above {MAX_INTEGER}, the most that a bound can be")
     if high is not None and high < -MAX_INTEGER * scale:
-        _refuse(f"{path}.{upper}", f"{reprlib.repr(node[upper])} is below {-MAX_INTEGER}, the least that a bound can be")
+        _refuse(f"{path}.{upper}", f"{show(node[upper])} is below {-MAX_INTEGER}, the least that a bound can be")
     if low is not None and high is not None and low > high:
         _refuse(
             f"{path}.{lower}",
-            f"{reprlib.repr(node[lower])} leaves no {what} up to {upper}; widen the range or choose another unit",
+            f"{show(node[lower])} leaves no {what} up to {upper}; widen the range or choose another unit",
         )
     if "multipleOf" not in node:
         return
@@ -239,7 +238,7 @@ def _check_numbers(node: dict[str, Any], path: str) -> None:
     if types != ["integer"]:
         _refuse(where, "structured output holds to it with type integer only")
     if type(step) is not int or not 1 <= step <= MAX_MULTIPLE:
-        _refuse(where, f"{reprlib.repr(step)} must be an integer from 1 to {MAX_MULTIPLE}")
+        _refuse(where, f"{show(step)} must be an integer from 1 to {MAX_MULTIPLE}")
     if low is None and high is None:
         return
     if low is None or high is None:
@@ -260,7 +259,7 @@ def _check_string(node: dict[str, Any], path: str) -> None:
     try:
         grammar_regex(pattern, in_json=True)
     except PatternError as error:
-        _refuse(f"{path}.pattern", f"{reprlib.repr(pattern)}: {error}")
+        _refuse(f"{path}.pattern", f"{show(pattern)}: {error}")
     if has_length or "format" in node:
         _refuse(
             f"{path}.pattern",
@@ -289,7 +288,7 @@ def _check_alternatives(node: dict[str, Any], path: str, root: Schema) -> None:
     if "$ref" in node:
         _refuse_siblings(node, path, "$ref", set())
         if not isinstance(deref(node, root), dict | bool):
-            _refuse(f"{path}.$ref", f"{reprlib.repr(node['$ref'])} leads to no schema within this one")
+            _refuse(f"{path}.$ref", f"{show(node['$ref'])} leads to no schema within this one")
     for key in ("anyOf", "oneOf", "allOf"):
         entries = node.get(key)
         if not isinstance(entries, list):
@@ -348,7 +347,7 @@ def _check_object(node: dict[str, Any], path: str, root: Schema) -> None:
         _refuse(f"{path}.required", "must be a list of names")
     for name in required:
         if name not in (node.get("properties") or {}):
-            _refuse(f"{path}.required", f"names {reprlib.repr(name)}, which is not in properties")
+            _refuse(f"{path}.required", f"names {show(name)}, which is not in properties")
     if node.get("unevaluatedProperties") not in (None, False):
         _refuse(f"{path}.unevaluatedProperties", "must be false, or left out")
     named, least = node.get("properties") or {}, len(set(required))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from abyssal.engine.request import SamplingParams
-from abyssal.errors import RequestError
+from abyssal.errors import RequestError, show
 from abyssal.serve.answer import ChatDelta, Part
 from abyssal.serve.body import read_body
 from abyssal.serve.chat import wants_thinking
@@ -30,9 +29,11 @@ from abyssal.serve.conversation import (
     check_text,
     check_tools,
     choose_required,
+    dump_json,
     make_call,
     make_tool,
     other_part,
+    parse_options,
     schema_format,
     tool_entries,
 )  # fmt: skip
@@ -63,7 +64,7 @@ def _params(server: Server, body: MessagesBody) -> SamplingParams:
 def _conversation(body: MessagesBody) -> Conversation:
     """What the request asks of the model. Without `thinking` there is none, as in Anthropic's own API."""
     tools = _tools(body.tools)
-    config = _object(body.output_config, "output_config", {"effort", "format"})
+    config = parse_options(body.output_config, "output_config", {"effort", "format"})
     effort = config.get("effort")
     thinks = _wants_thinking(body.thinking)
     if effort is not None:
@@ -74,11 +75,9 @@ def _conversation(body: MessagesBody) -> Conversation:
 
 
 def _wants_thinking(raw: Any) -> bool:
-    kind = _object(raw, "thinking", {"type", "budget_tokens", "display"}).get("type", "disabled")
+    kind = parse_options(raw, "thinking", {"type", "budget_tokens", "display"}).get("type", "disabled")
     if kind not in ("enabled", "adaptive", "disabled"):
-        raise RequestError(
-            f"thinking.type={reprlib.repr(kind)} is unknown; use enabled, adaptive or disabled", param="thinking.type"
-        )
+        raise RequestError(f"thinking.type={show(kind)} is unknown; use enabled, adaptive or disabled", param="thinking.type")
     return bool(kind != "disabled")
 
 
@@ -103,26 +102,16 @@ def _tools(raw: Any) -> tuple[Tool, ...]:
 
 
 def _choice(raw: Any, tools: tuple[Tool, ...]) -> ToolChoice:
-    given = _object(raw, "tool_choice", {"type", "name", "disable_parallel_tool_use"})
+    given = parse_options(raw, "tool_choice", {"type", "name", "disable_parallel_tool_use"})
     kind, serial = given.get("type", "auto"), given.get("disable_parallel_tool_use", False)
     if kind not in ("auto", "any", "tool", "none") or not isinstance(serial, bool):
-        raise RequestError(
-            f"tool_choice={reprlib.repr(raw)} is not supported; its type is auto, any, tool or none", param="tool_choice"
-        )
+        raise RequestError(f"tool_choice={show(raw)} is not supported; its type is auto, any, tool or none", param="tool_choice")
     choice = ToolChoice(parallel=not serial)
     if kind == "any":
         return choose_required(choice, None, tools)
     if kind == "tool":
         return choose_required(choice, check_text(given.get("name"), "tool_choice.name"), tools)
     return replace(choice, mode=kind)
-
-
-def _object(raw: Any, where: str, known: set[str]) -> dict[str, Any]:
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict) or raw.keys() - known:
-        raise RequestError(f"{where}={reprlib.repr(raw)} must be an object of {', '.join(sorted(known))}", param=where)
-    return raw
 
 
 # Messages
@@ -199,7 +188,7 @@ def _assistant(content: Any, where: str) -> Message:
             arguments = block.get("input")
             if not isinstance(arguments, dict):
                 raise RequestError(f"{path}.input must be an object", param=f"{path}.input")
-            calls.append(make_call(block.get("id"), block.get("name"), json.dumps(arguments, ensure_ascii=False), path))
+            calls.append(make_call(block.get("id"), block.get("name"), dump_json(arguments, f"{path}.input"), path))
         elif kind != "redacted_thinking":
             other_part(kind, "assistant", path)
     return Message("assistant", "".join(texts), "".join(thoughts), tool_calls=tuple(calls))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from abyssal.engine.request import SamplingParams
-from abyssal.errors import RequestError
+from abyssal.errors import RequestError, show
 from abyssal.serve.answer import ChatDelta, Part
 from abyssal.serve.body import read_body
 from abyssal.serve.chat import wants_thinking
@@ -33,6 +32,7 @@ from abyssal.serve.conversation import (
     make_call,
     make_tool,
     other_part,
+    parse_options,
     parse_tool_choice,
     schema_format,
     tool_entries,
@@ -65,7 +65,7 @@ def _params(server: Server, body: ResponsesBody) -> SamplingParams:
 
 
 def _conversation(server: Server, body: ResponsesBody) -> Conversation:
-    effort = _part(body.reasoning, "reasoning", {"effort", "summary", "generate_summary"}).get("effort")
+    effort = parse_options(body.reasoning, "reasoning", {"effort", "summary", "generate_summary"}).get("effort")
     thinking = wants_thinking(effort, body.chat_template_kwargs, server.thinks_by_default)
     tools = _tools(body.tools)
     raw = body.tool_choice
@@ -81,7 +81,7 @@ def _conversation(server: Server, body: ResponsesBody) -> Conversation:
 
 
 def _format(text: Any) -> ResponseFormat | None:
-    raw = _part(text, "text", {"format", "verbosity"}).get("format")
+    raw = parse_options(text, "text", {"format", "verbosity"}).get("format")
     kind = raw.get("type") if isinstance(raw, dict) else None
     if raw is None:
         return None
@@ -90,7 +90,7 @@ def _format(text: Any) -> ResponseFormat | None:
         return ResponseFormat() if kind == "json_object" else None
     if kind != "json_schema":
         raise RequestError(
-            f"text.format={reprlib.repr(raw)} is not supported; its type is text, json_object or json_schema", param="text.format"
+            f"text.format={show(raw)} is not supported; its type is text, json_object or json_schema", param="text.format"
         )
     return schema_format(raw, "text.format", {"type", "name", "description", "strict"})
 
@@ -100,19 +100,9 @@ def _tools(raw: Any) -> tuple[Tool, ...]:
     for i, entry in enumerate(tool_entries(raw)):
         kind = entry.get("type") if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or kind != "function":
-            raise RequestError(
-                f"tools[{i}] of type {reprlib.repr(kind)} is not supported; use type function", param=f"tools[{i}]"
-            )
+            raise RequestError(f"tools[{i}] of type {show(kind)} is not supported; use type function", param=f"tools[{i}]")
         tools.append(make_tool({key: value for key, value in entry.items() if key != "type"}, f"tools[{i}]"))
     return check_tools(tools)
-
-
-def _part(raw: Any, where: str, known: set[str]) -> dict[str, Any]:
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict) or raw.keys() - known:
-        raise RequestError(f"{where}={reprlib.repr(raw)} must be an object of {', '.join(sorted(known))}", param=where)
-    return raw
 
 
 # Input
@@ -144,7 +134,7 @@ def _joined(items: list[Message]) -> Message:
 def _item(item: Any, where: str) -> Message:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if not isinstance(item, dict) or kind not in ITEMS:
-        raise RequestError(f"{where} of type {reprlib.repr(kind)} is not supported; use {', '.join(ITEMS)}", param=where)
+        raise RequestError(f"{where} of type {show(kind)} is not supported; use {', '.join(ITEMS)}", param=where)
     if kind == "function_call":
         call: ToolCall = make_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
         return Message("assistant", tool_calls=(call,))
@@ -156,7 +146,7 @@ def _item(item: Any, where: str) -> Message:
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
         raise RequestError(
-            f"{where}.role={reprlib.repr(role)} is unknown; use user, assistant, system or developer", param=f"{where}.role"
+            f"{where}.role={show(role)} is unknown; use user, assistant, system or developer", param=f"{where}.role"
         )
     return Message("system" if role == "developer" else role, _text(item.get("content"), f"{where}.content", role))
 

@@ -39,12 +39,26 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig) -> None
     """Serve until SIGINT, SIGTERM, or SIGHUP as the terminal closes. A second signal does not wait for open requests.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address cannot be listened on, or options do not go together.
+        CheckpointError: there is no such model.
         AbyssalError: the engine cannot start.
     """
     listener = _listen(server_config)  # before the model is loaded: a port that is taken should not cost minutes
     with listener, suppress(asyncio.CancelledError):
+        _check(engine_config, server_config)
+        load_model_config(resolve_model(engine_config.model))  # before processes are started; Ctrl-C ends a download
         asyncio.run(_serve(listener, engine_config, server_config))
+
+
+def _check(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    """What can be refused before anything is read."""
+    if server_config.ray and importlib.util.find_spec("ray") is None:
+        raise ConfigError("ray=True needs Ray, which is not installed: pip install -e '.[ray]' in the clone of abyssal")
+    if server_config.prefill_engines:
+        if engine_config.dp * engine_config.tp > 1:
+            raise ConfigError("prefill_engines and decode_engines have one rank each; leave out dp and tp, or prefill_engines")
+        if server_config.ray or server_config.transfer_backend == "nixl":
+            require_nixl()
 
 
 async def _serve(listener: socket.socket, engine_config: EngineConfig, server_config: ServerConfig) -> None:
@@ -101,18 +115,11 @@ async def start_client(engine_config: EngineConfig, server_config: ServerConfig)
     Raises:
         AbyssalError: they cannot start.
     """
-    if server_config.ray and importlib.util.find_spec("ray") is None:
-        raise ConfigError("ray=True needs Ray, which is not installed: pip install -e '.[ray]' in the clone of abyssal")
-    load_model_config(resolve_model(engine_config.model))  # before processes are started that would refuse it seconds later
     if server_config.prefill_engines == 0:
         if server_config.ray:
             return await _start_cluster(engine_config, server_config.replicas)
         return await EngineClient.start(engine_config)
-    if engine_config.dp * engine_config.tp > 1:
-        raise ConfigError("prefill_engines and decode_engines have one rank each; leave out dp and tp, or prefill_engines")
     engines = server_config.prefill_engines, server_config.decode_engines
-    if server_config.ray or server_config.transfer_backend == "nixl":
-        require_nixl()  # before models are loaded
     if not server_config.ray:
         return await DisaggregatedClient.start(engine_config, *engines, server_config.transfer_backend)
     from abyssal.serve.ray_engine import start_apart

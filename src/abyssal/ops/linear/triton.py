@@ -266,7 +266,7 @@ class FewConfig:
 def few_config(tokens: int, columns: int, groups: Sequence[tuple[int, int | None, int]]) -> FewConfig:
     """As many loads in flight as registers hold: with about 60 KB per multiprocessor a product reads 3.1 TB/s, with 96 KB 4.4 (H200).
 
-    Where a multiprocessor gets one program, that has eight warps, and all weights are on their way before the input is there. The number of
+    Where a multiprocessor gets one program, that has eight warps, and what registers hold of its weights is on its way before the input is there. The number of
     warps follows from the weights alone, so that a token's bits do not depend on its batch.
 
     Args:
@@ -993,12 +993,10 @@ def aot_cases() -> list[AotCase]:
     ]
     cases += [_few_case(1, 1536, 4096, 128, beside=beside) for beside in (1, 2)]
     cases += [_few_case(16, 32768, 1024, 128), _few_case(16, 32768, 1280, 32)]
-    return [*cases, _few_case(1, 192, 128, None, parts=3), _few_case(32, 24, 128, 128, aligned_groups=False)]
+    return [*cases, _few_case(1, 192, 128, None, parts=3), _few_case(32, 24, 128, 128)]
 
 
-def _few_case(
-    tokens: int, rows: int, columns: int, block: int | None, *, beside: int = 0, parts: int = 1, aligned_groups: bool = True
-) -> AotCase:
+def _few_case(tokens: int, rows: int, columns: int, block: int | None, *, beside: int = 0, parts: int = 1) -> AotCase:
     config = few_config(tokens, columns, [(rows, block, parts), *[(2048, None, 1)] * beside])
     heights, chunks = (*config.rows, 16, 16), (*config.chunks, 1, 1)
     signature = {

@@ -59,7 +59,7 @@ from abyssal.ops.moe import ExpertLayer
 
 CHUNK = tl.constexpr(128)  # values along K per step: one word of four scales per row
 # Scales enter as 2^(byte - 127 - 32): with the bias of the placed bits they stay within bf16 up to 2^33. Sums are multiplied by 2^32.
-SCALE_DOWN = 32
+
 PLANLESS_CHOICES = 16  # so few rarely share an expert
 AT_ONCE = (1584, 1920)  # programs of two warps for which an H200 has registers: with two chunks in flight, and, about, with one
 SUM_FLOOR = tl.constexpr(1e-20)  # scores may all underflow to 0

@@ -137,7 +137,7 @@ def _finish_row(out, found, k, blocks, pages, K_BLOCK: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _refine(source, row_out, visible, chosen_count, k, K_BLOCK: tl.constexpr, GROUP: tl.constexpr):
+def _refine(source, row_out, visible, chosen_count, K_BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """Keys and indices of the members of the `chosen_count` groups in `row_out`, as far as they are visible."""
     member = tl.arange(0, K_BLOCK * GROUP)
     inside = member // GROUP < chosen_count
@@ -206,13 +206,13 @@ def _select_topk_kernel(
     if LEVELS == 3:
         tl.store(row_out + rank, index, mask=chosen)
         tl.debug_barrier()
-        keys, index = _refine(maxima + row * maxima_stride, row_out, groups, tl.minimum(supers, k), k, K_BLOCK, GROUP)
+        keys, index = _refine(maxima + row * maxima_stride, row_out, groups, tl.minimum(supers, k), K_BLOCK, GROUP)
         tl.debug_barrier()
         chosen, rank, floor = _choose(keys, _raised(floor, keys, K_BLOCK * GROUP, K_BLOCK), groups, k)
     if LEVELS >= 2:
         tl.store(row_out + rank, index, mask=chosen)
         tl.debug_barrier()
-        keys, index = _refine(scores + row * score_stride, row_out, seen, tl.minimum(groups, k), k, K_BLOCK, GROUP)
+        keys, index = _refine(scores + row * score_stride, row_out, seen, tl.minimum(groups, k), K_BLOCK, GROUP)
         tl.debug_barrier()
         chosen, rank, floor = _choose(keys, _raised(floor, keys, K_BLOCK * GROUP, K_BLOCK), seen, k)
     tl.store(row_out + rank, index, mask=chosen)

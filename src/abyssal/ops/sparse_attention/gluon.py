@@ -74,7 +74,7 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     return min((LaunchConfig(Splits(count, None), keys) for keys in blocks for count in range(1, blocks[keys] + 1)), key=cost)
 
 
-def bringing_warps(window: Layout, entries: Layout) -> int:
+def bringing_warps(window: Layout) -> int:
     """Warps that bring records: eight where they are widened; bf16 is copied a little faster by four."""
     return 4 if window.grid is None else 8
 
@@ -195,7 +195,7 @@ def _bring_constants(window: Layout, entries: Layout, count: int) -> dict[str, i
         registers = BF16_REGISTERS
     else:
         registers = FEW_REGISTERS if window.name == entries.name and count == 1 else CODE_REGISTERS
-    return {"BRING_WARPS": bringing_warps(window, entries), "BRING_REGISTERS": registers}
+    return {"BRING_WARPS": bringing_warps(window), "BRING_REGISTERS": registers}
 
 
 def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor]:
