@@ -183,11 +183,11 @@ def check_environment(env: Mapping[str, str], classes: Iterable[type]) -> None:
             raise ConfigError(f"unknown environment variable {name}{hint(name, known)}")
 
 
-def hint(name: str, known: Iterable[str]) -> str:
-    """The end of a message about the unknown `name`: the closest of the `known` ones, or all of them."""
+def hint(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """The end of a message about the unknown `name`: the closest of the `known` ones, otherwise what else to do, or all of them."""
     shown = {other.removeprefix(ENV_PREFIX): other for other in sorted(known)}  # what all share says nothing
     close = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), shown, n=1)
-    return f"; did you mean {shown[close[0]]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+    return f"; did you mean {shown[close[0]]!r}?" if close else f"; {otherwise or 'known: ' + ', '.join(sorted(known))}"
 
 
 def _parse_integer(text: str, in_bytes: bool) -> int | None:

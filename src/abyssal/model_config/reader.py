@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from abyssal.errors import ConfigError
+from abyssal.options import hint
 
 # Bounds of every number that states no closer one. Sizes, counts and positions are int32 on the device. What multiplies or divides
 # activations is far beyond any model there, and still finite in fp32 when squared beside it.
@@ -108,10 +108,9 @@ class Section:
         unread = [name for name in self._values if name not in self._read]
         if not unread:
             return
-        close = difflib.get_close_matches(unread[0], sorted(self._read | set(known)), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else "; remove it if it does not change the model"
+        remedy = hint(unread[0], self._read | set(known), "remove it if it does not change the model")
         others = f" (also unknown: {', '.join(unread[1:5])})" if len(unread) > 1 else ""
-        raise ConfigError(f"{self.where}: unknown key {unread[0]!r}{hint}{others}")
+        raise ConfigError(f"{self.where}: unknown key {unread[0]!r}{remedy}{others}")
 
 
 def rename(values: Any, aliases: dict[str, str], where: str) -> dict[str, Any]:

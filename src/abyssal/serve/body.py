@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
 
 from abyssal.errors import RequestError, show
+from abyssal.options import hint
 from abyssal.serve.errors import HttpError
 from abyssal.serve.schemas import Body
 from abyssal.serve.streams import ClientLeft, in_thread
@@ -103,7 +103,7 @@ def _request_error(error: ValidationError, schema: type[Body]) -> RequestError:
     first = error.errors(include_url=False)[0]
     param = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return RequestError(f"unknown field {show(param)}; {_remedy(param, schema)}", param=param)
+        return RequestError(f"unknown field {show(param)}{_remedy(param, schema)}", param=param)
     if first["type"] == "missing":
         return RequestError(f"{param} is missing", param=param)
     what = first["msg"].replace("Input should be", "must be").replace("Extra inputs are", "must be")
@@ -113,6 +113,5 @@ def _request_error(error: ValidationError, schema: type[Body]) -> RequestError:
 def _remedy(name: str, schema: type[Body]) -> str:
     """What to do about an unknown field."""
     if name in ROUTES:
-        return f"it goes to {ROUTES[name]}"
-    close = get_close_matches(name[:40], schema.model_fields, 1)
-    return f"did you mean {close[0]!r}?" if close else "leave it out"
+        return f"; it goes to {ROUTES[name]}"
+    return hint(name[:40], schema.model_fields, "leave it out")

@@ -25,7 +25,6 @@ from abyssal.serve.conversation import (
 )  # fmt: skip
 from abyssal.serve.generation import OpenAIForm, answer
 from abyssal.serve.schemas import ChatBody, PromptOptions
-from abyssal.serve.streams import while_connected
 from abyssal.tokenizer import Tokenizer
 
 
@@ -36,8 +35,9 @@ async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody)
         server.require_model(body.model)
         params = _params(server, body)
-        start = start_chat(server, partial(conversation_of, server, body), params, cache_salt=body.cache_salt)
-        job = await while_connected(request.receive, start)
+        job = await start_chat(
+            request.receive, server, partial(conversation_of, server, body), params, cache_salt=body.cache_salt
+        )
         return await answer(job, ChatForm(job, body.include_usage), request, bool(body.stream), record, stack)
 
 

@@ -12,6 +12,7 @@ from abyssal.serve.answer import ChatDelta, ChatProcessor, Part, add_part
 from abyssal.serve.context import Server
 from abyssal.serve.conversation import Conversation
 from abyssal.serve.generation import Job
+from abyssal.serve.streams import Receive, while_connected
 from abyssal.serve.structure import Format, answer_format
 from abyssal.tokenizer import DSML, END_THINK, THINK
 
@@ -46,6 +47,7 @@ class ChatJob(Job[ChatDelta]):
 
 
 async def start_chat(
+    receive: Receive,
     server: Server,
     conversation_of: Callable[[], Conversation],
     params: SamplingParams,
@@ -60,14 +62,21 @@ async def start_chat(
 
     Raises:
         RequestError: it cannot be served as asked.
+        ClientLeft: the client did.
     """
     try:
-        conversation, ids, tag = await asyncio.to_thread(_prepare, server, conversation_of)
-        grammar = await _grammar(server, conversation, ids, tag)
-        return await asyncio.to_thread(ChatJob, server, conversation, ids, params, cache_salt, grammar)
+        return await while_connected(receive, _start(server, conversation_of, params, cache_salt))
     except RequestError as error:
         error.param = where if error.param in ("prompt", "messages") else error.param
         raise
+
+
+async def _start(
+    server: Server, conversation_of: Callable[[], Conversation], params: SamplingParams, cache_salt: str | None
+) -> ChatJob:
+    conversation, ids, tag = await asyncio.to_thread(_prepare, server, conversation_of)
+    grammar = await _grammar(server, conversation, ids, tag)
+    return await asyncio.to_thread(ChatJob, server, conversation, ids, params, cache_salt, grammar)
 
 
 def _prepare(server: Server, conversation_of: Callable[[], Conversation]) -> tuple[Conversation, list[int], Format | None]:

@@ -202,8 +202,8 @@ def _tool_call(raw: Any, where: str) -> ToolCall:
     function = raw.get("function") if isinstance(raw, dict) else None
     if not isinstance(raw, dict) or not isinstance(function, dict) or raw.get("type", "function") != "function":
         raise RequestError(f"{where} must be {{id, type: 'function', function: {{name, arguments}}}}", param=where)
-    if unknown := (raw.keys() - {"id", "type", "function", "index"}) | (function.keys() - {"name", "arguments"}):
-        raise RequestError(f"{where} has the unknown key {show(min(unknown, key=show))}", param=where)
+    check_keys(raw, {"id", "type", "function", "index"}, where)
+    check_keys(function, {"name", "arguments"}, where)
     arguments = function.get("arguments")
     if isinstance(arguments, dict):  # some proxies send the object itself
         arguments = dump_json(arguments, f"{where}.function.arguments")

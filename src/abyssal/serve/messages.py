@@ -40,7 +40,7 @@ from abyssal.serve.conversation import (
 from abyssal.serve.errors import anthropic_error_body
 from abyssal.serve.generation import Form, answer
 from abyssal.serve.schemas import MessagesBody
-from abyssal.serve.streams import named_event, while_connected
+from abyssal.serve.streams import named_event
 
 
 async def create_message(request: Request) -> Response:
@@ -49,7 +49,7 @@ async def create_message(request: Request) -> Response:
         record = stack.enter_context(server.metrics.request("messages"))
         body = await read_body(request, MessagesBody)
         server.require_model(body.model)
-        job = await while_connected(request.receive, start_chat(server, partial(_conversation, body), _params(server, body)))
+        job = await start_chat(request.receive, server, partial(_conversation, body), _params(server, body))
         return await answer(job, MessagesForm(job), request, bool(body.stream), record, stack)
 
 

@@ -40,7 +40,7 @@ from abyssal.serve.conversation import (
 from abyssal.serve.errors import error_body
 from abyssal.serve.generation import Form, answer
 from abyssal.serve.schemas import ResponsesBody
-from abyssal.serve.streams import named_event, while_connected
+from abyssal.serve.streams import named_event
 
 ECHOED = ("metadata", "text", "tool_choice", "tools", "user")  # fields that the answer repeats as they came
 KINDS = {"reasoning": "reasoning", "text": "message", "call": "function_call"}  # of an answer's parts
@@ -53,8 +53,7 @@ async def create_response(request: Request) -> Response:
         record = stack.enter_context(server.metrics.request("responses"))
         body = await read_body(request, ResponsesBody)
         server.require_model(body.model)
-        start = start_chat(server, partial(_conversation, server, body), _params(server, body), "input")
-        job = await while_connected(request.receive, start)
+        job = await start_chat(request.receive, server, partial(_conversation, server, body), _params(server, body), "input")
         return await answer(job, ResponsesForm(job, body), request, bool(body.stream), record, stack)
 
 
