@@ -43,7 +43,7 @@ BLOCK_COST = {64: 2.45, 32: 1.5}  # of one block, by its keys
 COMBINE_COST = 0.4  # of the second launch
 READ_COST = 0.45  # of its reading 32 more parts of a head
 PART_COST = 0.03  # of writing and reading one part of 64 heads
-FEW_PARTS = 64 * BLOCK_HEADS  # rows of parts that are stored in fp32, and that 64 programs combine: the next kernel finds free multiprocessors
+FEW_PARTS = 64 * BLOCK_HEADS  # rows: so few parts are fp32, and combined by 64 programs, which leave room for the next kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,8 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     def cost(config: LaunchConfig) -> float:
         count, keys = config.splits.count, config.block_keys
         waves = -(-programs * count // sms)
-        parts = COMBINE_COST + READ_COST * ((count - 1) // 32) + PART_COST * tokens * heads / BLOCK_HEADS * count if count > 1 else 0
+        written = PART_COST * tokens * heads / BLOCK_HEADS * count
+        parts = COMBINE_COST + READ_COST * ((count - 1) // 32) + written if count > 1 else 0
         return waves * (START_COST + -(-blocks[keys] // count) * BLOCK_COST[keys]) + parts
 
     return min((LaunchConfig(Splits(count, None), keys) for keys in blocks for count in range(1, blocks[keys] + 1)), key=cost)
@@ -85,7 +86,7 @@ class Parts(NamedTuple):
     Without splits there are none.
     """
 
-    out: Tensor  # [T, count, H, 512], fp32, or fp16 with a half row relative to its largest magnitude; columns as of `part_column`
+    out: Tensor  # [T, count, H, 512]: fp32, or fp16 relative to a half row's largest magnitude; columns as of `part_column`
     rows: Tensor  # fp32 [T, count, H, 4]: largest score, base 2, rounded up; sum of weights; for fp16 largest magnitudes of both halves
 
     @classmethod
