@@ -43,7 +43,8 @@ BLOCK_COST = {64: 2.45, 32: 1.5}  # of one block, by its keys
 COMBINE_COST = 0.4  # of the second launch
 READ_COST = 0.45  # of its reading 32 more parts of a head
 PART_COST = 0.03  # of writing and reading one part of 64 heads
-FEW_PARTS = 64 * BLOCK_HEADS  # rows: so few parts are fp32, and combined by 64 programs, which leave room for the next kernel
+FEW_PARTS = 64 * BLOCK_HEADS  # rows of parts that 64 programs combine: the next kernel finds free multiprocessors; more, by 128
+EXACT_PARTS = 16 * BLOCK_HEADS  # rows of parts that are fp32, which costs nothing; the 1,280 of one query of 64 heads would take 0.7 us more
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Parts(NamedTuple):
         """Few parts are exact enough that no split shows in a result's bf16; splits of fixed size have one type for any number."""
         count = splits.count
         tokens, heads, dim = q.shape if count > 1 else (0, 0, HEAD_DIM)
-        dtype = torch.float32 if tokens * heads * count <= FEW_PARTS and not splits.blocks else torch.float16
+        dtype = torch.float32 if tokens * heads * count <= EXACT_PARTS and not splits.blocks else torch.float16
         out = torch.empty(tokens, count, heads, dim, dtype=dtype, device=q.device)
         return cls(out, torch.empty(tokens, count, heads, 4, dtype=torch.float32, device=q.device))
 
