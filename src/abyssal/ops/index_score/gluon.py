@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -37,12 +38,17 @@ from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check, multipro
 KEYS = gl.constexpr(KEYS_PER_TILE)
 DIM = gl.constexpr(128)
 ROUND = gl.constexpr(1.5 * 2**23)  # plus a small number: its nearest whole number in the low bits
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 WARP_KEYS = gl.constexpr(GROUP)  # of a tile, whose maximum is one of `maxima`
 ROWS = gl.constexpr(128)  # of work, whose lengths a role looks at together
 LANES = gl.constexpr(
     gl.DistributedLinearLayout([], [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 8, 4])
 )  # [warp, 8, lane]: a number per thread
-BEST = gl.constexpr(gl.DistributedLinearLayout([], [[0, 0], [0, 1], [0, 0], [0, 0], [0, 0]], [[1, 0], [2, 0]], [], [4, 2]))
+PAIRS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [], [[0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]], [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 8, 2, 2]
+    )
+)  # the same as [warp, 8, pair of lanes, lane of it]
 
 
 class Work(NamedTuple):
@@ -72,7 +78,7 @@ class Ring(NamedTuple):
     empty: Any
     largest: Any  # here and below for products in int8 only: of a key's scales
     units: Any
-    wide: Any  # [STAGES, 2]: not 0 if a tile's scales are too wide apart
+    wide: Any  # [STAGES, 1]: not 0 if scales of a key are too wide apart
     checked: Any  # those three are there; `full` where there are none
 
 
@@ -89,6 +95,25 @@ class Output(NamedTuple):
     stride: Any
     maxima: Any
     maxima_stride: Any
+
+
+class Sums(NamedTuple):
+    """What pairs of lanes hold of the sums over heads of two tiles' keys, fp32 [warp, 8, lane] each, and the scales of their places."""
+
+    first: Any
+    second: Any  # of the lane itself,
+    of_other: Any  # and what the other one of its pair has of them
+    scales: Any
+
+
+class Done(NamedTuple):
+    """Two tiles whose scores are yet to be stored, and where."""
+
+    sums: Any
+    entry: Any  # from `at` on, not stored if it is none of the `reach` first
+    at: Any
+    best_at: Any
+    reach: Any
 
 
 @gluon.jit
@@ -128,16 +153,35 @@ def _load_words(shared):
 
 
 @gluon.jit
-def _load_scales(shared):
-    """fp32 scales [warp, 8, lane] of the keys whose scores lanes hold in the end."""
-    OWN: gl.constexpr = gl.DistributedLinearLayout([], [[0, 8], [0, 0], [0, 1], [0, 2], [0, 4]], [[0, 16], [0, 32]], [], [1, 64])
-    WIDE: gl.constexpr = gl.DistributedLinearLayout(
-        [], [[0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]], [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 8, 2, 2]
-    )
-    scales = gl.permute(gl.reshape(shared.load(OWN).to(gl.float32, bitcast=True), (4, 2, 8)), (0, 2, 1))
-    scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(2, WIDE), assert_trivial=True), 2)
-    scales = gl.broadcast(scales, gl.zeros([4, 8, 2, 2], gl.float32, WIDE))[0]
+def _load_scales_of_two(shared):
+    """fp32 scales [warp, 8, lane] of the keys of two tiles [128] whose scores lanes hold in the end."""
+    OWN: gl.constexpr = gl.DistributedLinearLayout([], [[8], [64], [1], [2], [4]], [[16], [32]], [], [128])
+    scales = gl.permute(gl.reshape(shared.load(OWN).to(gl.float32, bitcast=True), (2, 4, 2, 8)), (1, 3, 0, 2))
     return gl.convert_layout(gl.reshape(scales, (4, 8, 4)), LANES, assert_trivial=True)
+
+
+@gluon.jit
+def _pairs_to_lanes(values):
+    """[4, 8 or 1, 2, 2 or 1], each with PAIRS or a slice of it, to [warp, 8, lane]."""
+    values = gl.broadcast(values, gl.zeros([4, 8, 2, 2], gl.float32, PAIRS))[0]
+    return gl.convert_layout(gl.reshape(values, (4, 8, 4)), LANES, assert_trivial=True)
+
+
+@gluon.jit
+def _load_scales(shared):
+    """fp32 scales [warp, 8, lane] of two tiles' keys [128] whose scores lanes hold in the end."""
+    OWN: gl.constexpr = gl.DistributedLinearLayout([], [[8], [64], [1], [2], [4]], [[16], [32]], [], [128])
+    scales = gl.permute(gl.reshape(shared.load(OWN).to(gl.float32, bitcast=True), (2, 4, 2, 8)), (1, 3, 0, 2))
+    return gl.convert_layout(gl.reshape(scales, (4, 8, 4)), LANES, assert_trivial=True)
+
+
+@gluon.jit
+def _load_scales_of_one(shared):
+    """The same of one tile's keys [1, 64], whose scores for two queries lanes hold."""
+    OWN: gl.constexpr = gl.DistributedLinearLayout([], [[0, 8], [0, 0], [0, 1], [0, 2], [0, 4]], [[0, 16], [0, 32]], [], [1, 64])
+    scales = gl.permute(gl.reshape(shared.load(OWN).to(gl.float32, bitcast=True), (4, 2, 8)), (0, 2, 1))
+    scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(2, PAIRS), assert_trivial=True), 2)
+    return _pairs_to_lanes(scales)
 
 
 @gluon.jit
@@ -323,7 +367,7 @@ def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
 
 @gluon.jit
 def _take(ring, place, queries, HEADS: gl.constexpr):
-    """A tile's keys, widened for a product with `queries`, and what scales their scores."""
+    """A tile's keys, widened for a product with `queries`."""
     return _widen(_load_words(ring.words.index(place)), ring, place, queries, HEADS)
 
 
@@ -332,11 +376,11 @@ def _widen(words, ring, place, queries, HEADS: gl.constexpr):
     """The same of a tile whose words a role already has."""
     MMA: gl.constexpr = _mma(HEADS, queries.q.dtype)
     if queries.q.dtype == gl.float16:
-        return _widen_fp8(words, MMA), _load_scales(ring.factors.index(place))
+        return _widen_fp8(words, MMA)
     elif queries.q.dtype == gl.int8:
-        return _widen_to_int8(words, _load_bytes(ring.units.index(place)), MMA), _load_scales(ring.largest.index(place))
+        return _widen_to_int8(words, _load_bytes(ring.units.index(place)), MMA)
     else:
-        return _widen_mxfp4(words, _load_bytes(ring.factors.index(place)), MMA), gl.full([4, 8, 4], 1.0, gl.float32, LANES)
+        return _widen_mxfp4(words, _load_bytes(ring.factors.index(place)), MMA)
 
 
 @gluon.jit
@@ -385,46 +429,49 @@ def _from_lane(values, distance: gl.constexpr):
 
 
 @gluon.jit
-def _add_lanes(low_a, high_a, low_b, high_b):
-    """Sums over the four lanes that share keys; each lane gets one: 0 and 1 those of the first two arguments, 2 and 3 of the others."""
-    _, _, lane = _places()
-    second = (lane & 2) != 0
-    low = gl.where(second, low_b, low_a) + _from_lane(gl.where(second, low_a, low_b), 2)
-    high = gl.where(second, high_b, high_a) + _from_lane(gl.where(second, high_a, high_b), 2)
-    odd = (lane & 1) != 0
-    return gl.where(odd, high, low) + _from_lane(gl.where(odd, low, high), 1)
-
-
-@gluon.jit
 def _places():
-    """The numbers of warp [4, 1, 1], key [1, 8, 1] and lane [1, 1, 4]."""
+    """Which of the 128 scores of two tiles a lane holds in the end, [warp, 8, lane]: those of the second in lanes 2 and 3."""
     warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))[:, None, None]
     key = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))[None, :, None]
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
-    return warp, key, lane
+    return _again(lane // 2 * KEYS + warp * WARP_KEYS + lane % 2 * 8 + key)
 
 
 @gluon.jit
-def _items(first, second):
-    """In lanes 0 and 1 the first, in 2 and 3 the second; the same for maxima; and the key of a tile whose score a lane holds."""
-    warp, key, lane = _places()
-    best = gl.arange(0, 2, gl.SliceLayout(0, BEST))[None, :]
-    own = warp * 16 + key + (lane & 1) * 8
-    return gl.where(lane < 2, first, second), gl.where(best == 0, first, second), own
+def _of_pair(sums, places):
+    """Of a thread's two keys the sum that is its own, and what the other lane of its pair has of it."""
+    low, high = sums
+    odd = (places & 8) != 0
+    return gl.where(odd, high, low), _from_lane(gl.where(odd, low, high), 1)
 
 
 @gluon.jit
-def _store(scores, to, row, best_row, tile, best_tile, reach, best_reach, MAXIMA: gl.constexpr):
-    """scores [warp, 8, lane] of a tile below `reach`, and the maxima [warp, 2] of a warp's 16 in lanes 0 and 1, and in lanes 2 and 3."""
-    _, _, own = _items(0, 0)
-    entry = tile * KEYS + own
-    gl.store(to.scores + row * to.stride + entry, scores, mask=entry < reach)
+def _add_lanes(sums, places):
+    """The scores of lanes' places, from what the two pairs that share keys hold."""
+    second = sums.second + sums.of_other
+    of_second = (places & KEYS) != 0
+    own = gl.where(of_second, second, sums.first)
+    return (own + _from_lane(gl.where(of_second, sums.first, second), 2)) * sums.scales
+
+
+@gluon.jit
+def _output_from(to, row, tile):
+    """Where the scores and the maxima of a row begin that are those of `tile`."""
+    row = row.to(gl.int64)
+    return to.scores + row * to.stride + tile * KEYS, to.maxima + row * to.maxima_stride + tile * (KEYS // WARP_KEYS)
+
+
+@gluon.jit
+def _store(scores, at, best_at, entry, reach, MAXIMA: gl.constexpr):
+    """scores [warp, 8, lane] of entries from 0 on and below `reach`, and the maxima of a warp's 16 of a tile."""
+    seen = entry.to(gl.uint32) < reach.to(gl.uint32)
+    gl.store(at + entry, scores, mask=seen)
     if MAXIMA:
-        seen = gl.reshape(gl.where(entry < reach, scores, -float("inf")), (4, 8, 2, 2))
-        best = gl.max(gl.max(seen, 3), 1)  # one after the other: lanes of one reduction must lie side by side
-        group = best_tile * (KEYS // WARP_KEYS) + gl.arange(0, 4, gl.SliceLayout(1, BEST))[:, None]
-        best = gl.convert_layout(best, BEST, assert_trivial=True)
-        gl.store(to.maxima + best_row * to.maxima_stride + group, best, mask=group * WARP_KEYS < best_reach)
+        best = gl.reshape(gl.where(seen, scores, -float("inf")), (4, 8, 2, 2))
+        best = gl.max(gl.max(best, 3), 1)  # one after the other: lanes of one reduction must lie side by side
+        best = gl.convert_layout(best, gl.SliceLayout(1, gl.SliceLayout(3, PAIRS)), assert_trivial=True)
+        best = _pairs_to_lanes(gl.expand_dims(gl.expand_dims(best, 1), 3))
+        gl.store(best_at + (entry >> 4), best, mask=seen & ((entry & (WARP_KEYS - 1)) == 0))
 
 
 @gluon.jit
@@ -437,87 +484,96 @@ def _wait(barriers, n):
 
 
 @gluon.jit
-def _score_tiles(ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
-    """One query and the two tiles of a stage. A positive scale passes the relu."""
-    keys, scale_a = _take(ring, 2 * stage, queries, HEADS)
-    dots = _multiply(keys, queries, 0, HEADS)
-    keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
-    gl.thread_barrier()
-    mbarrier.arrive(ring.empty.index(stage))
-    dots = warpgroup_mma_wait(0, deps=(dots,))
-    low_a, high_a = _lane_sums(dots, weights, HEADS)
-    dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
-    low_b, high_b = _lane_sums(dots, weights, HEADS)
-    _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
+def _by_stage(shared):
+    """A number per key of tiles as [STAGES, 128]."""
+    return shared._reinterpret(gl.int32, [shared.shape[0] // 2, 2 * KEYS], PLAIN)
 
 
 @gluon.jit
-def _score_tiles_in_int8(words, ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
-    """The same with both products at once, for which keys of 8 bits leave registers."""
-    keys, scale_a = _widen(words, ring, 2 * stage, queries, HEADS)
-    dots_a = _multiply(keys, queries, 0, HEADS)
-    keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
-    gl.thread_barrier()
-    mbarrier.arrive(ring.empty.index(stage))
+def _sum_tiles(ring, stage, queries, weights, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """One query and the two tiles of a stage; beside them the scores of those before. A positive scale passes the relu."""
+    dots_a = _multiply(_take(ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
+    keys = _take(ring, 2 * stage + 1, queries, HEADS)
+    scales = _load_scales(_by_stage(ring.factors).index(stage))
+    async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
+    _store_scores(done, MAXIMA)
+    dots_a = warpgroup_mma_wait(0, deps=(dots_a,))
     dots_b = _multiply(keys, queries, 0, HEADS)
+    first, of_other = _of_pair(_lane_sums(dots_a, weights, HEADS), done.entry)
+    first += of_other
+    second, of_other = _of_pair(_lane_sums(warpgroup_mma_wait(0, deps=(dots_b,)), weights, HEADS), done.entry)
+    return Sums(first, second, of_other, scales)
+
+
+@gluon.jit
+def _sum_tiles_in_int8(words, ring, stage, queries, weights, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """The same with both products at once, for which keys of 8 bits leave registers."""
+    dots_a = _multiply(_widen(words, ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
+    keys = _take(ring, 2 * stage + 1, queries, HEADS)
+    scales = _load_scales(_by_stage(ring.largest).index(stage))
+    async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
+    dots_b = _multiply(keys, queries, 0, HEADS)
+    _store_scores(done, MAXIMA)
     dots_a = warpgroup_mma_wait(1, deps=(dots_a,))
-    low_a, high_a = _lane_sums(dots_a, weights, HEADS)
-    dots_b = warpgroup_mma_wait(0, deps=(dots_b,))
-    low_b, high_b = _lane_sums(dots_b, weights, HEADS)
-    _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
+    first, of_other = _of_pair(_lane_sums(dots_a, weights, HEADS), done.entry)
+    first += of_other
+    second, of_other = _of_pair(_lane_sums(warpgroup_mma_wait(0, deps=(dots_b,)), weights, HEADS), done.entry)
+    return Sums(first, second, of_other, scales)
 
 
 @gluon.jit
-def _score_tiles_in_turn(words, ring, stage, queries, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
-    """The same in fewer registers."""
-    keys, scale_a = _widen(words, ring, 2 * stage, queries, HEADS)
+def _sum_tiles_in_turn(words, ring, stage, queries, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """The same in fewer registers, of keys that are widened with their scales."""
+    _store_scores(done, MAXIMA)
+    keys = _widen(words, ring, 2 * stage, queries, HEADS)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
-    low_a, high_a = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
-    keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
+    first, of_other = _of_pair(_lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS), done.entry)
+    first += of_other
+    keys = _take(ring, 2 * stage + 1, queries, HEADS)
+    async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
-    gl.thread_barrier()
-    mbarrier.arrive(ring.empty.index(stage))
-    low_b, high_b = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
-    _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
+    second, of_other = _of_pair(_lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS), done.entry)
+    return Sums(first, second, of_other, gl.full([4, 8, 4], 1.0, gl.float32, LANES))
 
 
 @gluon.jit
-def _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA: gl.constexpr):
-    """The scores of a query and two tiles."""
-    _, _, lane = _places()
-    scores = _add_lanes(low_a, high_a, low_b, high_b) * gl.where(lane < 2, scale_a, scale_b)
-    of_lane, of_best, _ = _items(tile, tile + 1)
-    _store(scores, to, query, query, of_lane, of_best, reach, reach, MAXIMA)
+def _store_scores(done, MAXIMA: gl.constexpr):
+    """Of two tiles whose sums are known."""
+    _store(_add_lanes(done.sums, done.entry), done.at, done.best_at, done.entry, done.reach, MAXIMA)
 
 
 @gluon.jit
-def _score_queries(ring, stage, queries, to, query, tile, work, count, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score_queries(ring, stage, queries, to, query, tile, work, count, places, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """Several queries, `count` of which are real, and the tile of a stage."""
     QUERIES: gl.constexpr = queries.q.shape[0]
-    keys, scale = _take(ring, stage, queries, HEADS)
+    keys = _take(ring, stage, queries, HEADS)
+    if queries.q.dtype == gl.float16:
+        scales = _load_scales_of_one(ring.factors.index(stage))
+    else:
+        scales = gl.full([4, 8, 4], 1.0, gl.float32, LANES)
     dots = _multiply(keys, queries, 0, HEADS)
-    gl.thread_barrier()
-    mbarrier.arrive(ring.empty.index(stage))
+    async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
     for j in gl.static_range(0, QUERIES, 2):
         next_dots = _multiply(keys, queries, j + 1, HEADS)
         dots = warpgroup_mma_wait(1, deps=(dots,))
-        low_a, high_a = _lane_sums(dots, _load_weights(queries, j, HEADS), HEADS)
+        first, of_other = _of_pair(_lane_sums(dots, _load_weights(queries, j, HEADS), HEADS), places)
+        first += of_other
         if j + 2 < QUERIES:
             dots = _multiply(keys, queries, j + 2, HEADS)
             next_dots = warpgroup_mma_wait(1, deps=(next_dots,))
         else:
             next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
-        low_b, high_b = _lane_sums(next_dots, _load_weights(queries, j + 1, HEADS), HEADS)
-        scores = _add_lanes(low_a, high_a, low_b, high_b) * scale
-        of_lane, of_best, _ = _items(j, j + 1)
+        second, of_other = _of_pair(_lane_sums(next_dots, _load_weights(queries, j + 1, HEADS), HEADS), places)
+        scores = _add_lanes(Sums(first, second, of_other, scales), places)
+        of_lane = j + places // KEYS
         reach = gl.minimum(gl.load(work.visible + query + of_lane, mask=of_lane < count, other=0), work.num_entries)
-        best_reach = gl.minimum(gl.load(work.visible + query + of_best, mask=of_best < count, other=0), work.num_entries)
-        _store(scores, to, query + of_lane, query + of_best, tile, tile, reach, best_reach, MAXIMA)
+        at, best_at = _output_from(to, query + of_lane, tile)
+        _store(scores, at, best_at, places % KEYS, gl.maximum(reach - tile * KEYS, 0), MAXIMA)
 
 
 @gluon.jit
 def _is_wide(ring, stage):
-    return gl.reduce(ring.wide.index(stage).load(gl.BlockedLayout([2], [32], [4], [0])), 0, _or)
+    return gl.reduce(ring.wide.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0, _or)
 
 
 @gluon.jit
@@ -596,55 +652,51 @@ def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.const
 
 
 @gluon.jit
-def _look_ahead(work, ring):
-    """The role of two warps, one per tile: what products in int8 need of the scales, and whether a key's are more than a factor of four
+def _look_ahead(work, ring, TURN: gl.constexpr):
+    """The role of two warps that take turns: what products in int8 need of the scales, and whether a key's are more than a factor of four
     apart.
     """
-    rows, begin, end = _shares(work, 1, 2)
+    rows, begin, end = _shares(work, 1, 1)
     n = 0
     while begin < end:
-        rows, _, _, row_end = _row_at(work, rows, begin, 1, 2)
+        rows, _, _, row_end = _row_at(work, rows, begin, 1, 1)
         stop = gl.minimum(end, row_end)
         for _ in range(begin, stop, 2):
-            stage = _wait(ring.full, n)
-            _prepare(ring, stage)
-            gl.thread_barrier()
-            mbarrier.arrive(ring.checked.index(stage))
+            if n % 2 == TURN:
+                stage = _wait(ring.full, n)
+                _prepare(ring, stage)
+                gl.thread_barrier()
+                mbarrier.arrive(ring.checked.index(stage))
             n += 1
         begin = stop
         if begin < end:
-            rows = _rows_from(work, rows.first, rows.before, 1, 2)
+            rows = _rows_from(work, rows.first, rows.before, 1, 1)
 
 
 @gluon.jit
 def _prepare(ring, stage):
     """Of the keys of a stage: the largest scale times 2^24, and for each of four scales 4, 2 or 1 where it is that, a half, a quarter of
-    it; and not 0 for a tile where a scale is less still.
+    it; and not 0 where a scale of any is less still.
     """
-    STAGES: gl.constexpr = ring.full.shape[0]
-    PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [2], [0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    factors = ring.factors._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).load(PAIRS)
+    FOURS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    factors = _by_stage(ring.factors).index(stage).load(FOURS)
     largest, units, missing = gl.inline_asm_elementwise(
         """{
-        .reg .b32 even, odd, most, other, sel, seven;
+        .reg .b32 even, odd, most, less;
         prmt.b32 even, $3, 0, 0x4240;
         prmt.b32 odd, $3, 0, 0x4341;
         max.u16x2 most, even, odd;
-        prmt.b32 other, most, most, 0x1032;
-        max.u16x2 most, most, other;
+        prmt.b32 even, most, most, 0x1032;
+        max.u16x2 most, most, even;
         mad.lo.u32 $0, most, 0x00800000, 0x0c000000;
-        sub.u32 even, most, even;
-        sub.u32 odd, most, odd;
-        mov.b32 seven, 0x00070007;
-        min.u16x2 even, even, seven;
-        min.u16x2 odd, odd, seven;
-        mad.lo.u32 sel, odd, 16, even;
-        shr.u32 other, sel, 8;
-        or.b32 sel, sel, other;
-        prmt.b32 $1, 0x00010204, 0, sel;
-        sub.u32 $2, $1, 0x01010101;
-        lop3.b32 $2, $2, $1, 0x80808080, 0x20;
+        mul.lo.u32 most, most, 0x0101;
+        sub.u32 less, most, $3;
+        mad.lo.u32 $1, less, -2, 0x04040404;
+        shr.u32 even, less, 1;
+        and.b32 even, even, 0x01010101;
+        add.u32 $1, $1, even;
+        add.u32 $2, less, 0x7d7d7d7d;
+        lop3.b32 $2, $2, less, 0x80808080, 0xa8;
         }""",
         "=&r,=&r,=&r,r",
         [factors],
@@ -652,9 +704,9 @@ def _prepare(ring, stage):
         is_pure=True,
         pack=1,
     )
-    ring.largest._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).store(largest)
-    ring.units._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).store(units)
-    ring.wide.index(stage).store(gl.reduce(gl.reshape(missing, (2, KEYS)), 1, _or))  # within warps
+    _by_stage(ring.largest).index(stage).store(largest)
+    _by_stage(ring.units).index(stage).store(units)
+    ring.wide.index(stage).store(gl.reduce(gl.reshape(missing, (1, 2 * KEYS)), 1, _or))
 
 
 @gluon.jit
@@ -666,6 +718,7 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
     if begin >= end:
         gdc_wait()  # or the kernel after the next might start too early
     blocks = (work.b + QUERIES - 1) // QUERIES
+    places = _places()
     n = 0
     while begin < end:
         rows, row, row_begin, row_end = _row_at(work, rows, begin, QUERIES, 4)
@@ -692,12 +745,21 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
         if QUERIES == 1:
             of_heads = _load_weights(queries, 0, HEADS)
             if MIXED:
-                inexact = _uniform(gl.reduce(queries.inexact.load(gl.BlockedLayout([HEADS // 8], [32], [4], [0])), 0, _or))
-            for tile in range(first, last, 2):
+                inexact = queries.inexact.load(gl.BlockedLayout([HEADS // 8], [32], [4], [0]))
+                # as one register: of an `or` the compiler would leave the last step to the loop
+                inexact = gl.max(inexact.to(gl.uint32), 0).to(gl.int32)
+            zeros = gl.zeros([4, 8, 4], gl.float32, LANES)
+            sums = Sums(zeros, zeros, zeros, zeros)
+            entry = places - 2 * KEYS  # before `first`: not stored
+            at, best_at = _output_from(to, query, first)
+            reach -= first * KEYS
+            for _ in range(first, last, 2):
                 stage = _wait(ring.checked, n)
                 n += 1
+                done = Done(sums, entry, at, best_at, reach)
                 if MIXED:
                     words = _load_words(ring.words.index(2 * stage))
+
                     if (inexact | _is_wide(ring, stage)) != 0:
                         if not precise_is_there:
                             here = _again(row // blocks * work.b + row % blocks)
@@ -706,15 +768,17 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
                             fence_async_shared()
                             gl.thread_barrier()
                             precise_is_there = True
-                        _score_tiles_in_turn(words, ring, stage, precise, to, query, tile, reach, HEADS, MAXIMA)
+                        sums = _sum_tiles_in_turn(words, ring, stage, precise, done, HEADS, MAXIMA)
                     else:
-                        _score_tiles_in_int8(words, ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
+                        sums = _sum_tiles_in_int8(words, ring, stage, queries, of_heads, done, HEADS, MAXIMA)
                 else:
-                    _score_tiles(ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
+                    sums = _sum_tiles(ring, stage, queries, of_heads, done, HEADS, MAXIMA)
+                entry += 2 * KEYS
+            _store_scores(Done(sums, entry, at, best_at, reach), MAXIMA)
         else:
             for tile in range(first, last):
                 stage = _wait(ring.full, n)
-                _score_queries(ring, stage, queries, to, query, tile, work, count, HEADS, MAXIMA)
+                _score_queries(ring, stage, queries, to, query, tile, work, count, places, HEADS, MAXIMA)
                 n += 1
         if begin < end:
             rows = _rows_from(work, rows.first, rows.before, QUERIES, 4)
@@ -757,16 +821,15 @@ def _index_score_kernel_sm90(
     ITEMS: gl.constexpr = 2 if QUERIES == 1 else 1  # tiles of a stage
     words = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS // 2 if FP4 else KEYS, 32], keys.layout)
     factors = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], scales.layout)
-    full, empty = allocate_barriers(STAGES), allocate_barriers(STAGES)
+    full, empty = allocate_barriers(STAGES), allocate_barriers(STAGES, 128)
     q_shared = gl.allocate_shared_memory(WIDE, [QUERIES, HEADS, DIM], gl.NVMMASharedLayout.get_default_for([HEADS, DIM], WIDE))
     w_shared = gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS)
     precise = Queries(q_shared, w_shared)
     if MIXED:
-        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
         SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], gl.int8)
-        largest = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
-        units = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
-        wide = gl.allocate_shared_memory(gl.int32, [STAGES, 2], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        largest = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, KEYS], PLAIN)
+        units = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, KEYS], PLAIN)
+        wide = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
         ring = Ring(words, factors, full, empty, largest, units, wide, allocate_barriers(STAGES))
         queries = Queries(
             gl.allocate_shared_memory(gl.int8, [QUERIES, HEADS, DIM], SHARED),
@@ -783,10 +846,11 @@ def _index_score_kernel_sm90(
             [
                 (_score, (work, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
                 (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
-                (_look_ahead, (work, ring)),
+                (_look_ahead, (work, ring, 0)),
+                (_look_ahead, (work, ring, 1)),
             ],
-            [1, 2],
-            [24, 24],
+            [1, 1, 1],
+            [24, 24, 24],
         )
     else:
         gl.warp_specialize(
