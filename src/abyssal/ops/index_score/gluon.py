@@ -590,19 +590,20 @@ def _rows_from(work, first, before, QUERIES: gl.constexpr, WARPS: gl.constexpr):
             of_row = rows % blocks * QUERIES + j
             inside = (rows < work.num_rows) & (of_row < work.b)
             seen = gl.maximum(seen, gl.load(work.visible + rows // blocks * work.b + of_row, mask=inside, other=0))
-    ends = before + gl.associative_scan((gl.minimum(seen, work.num_entries) + KEYS - 1) // KEYS, 0, plus)
+    tiles = (gl.minimum(seen, work.num_entries) + KEYS - 1).to(gl.uint32) // KEYS
+    ends = before + gl.associative_scan(tiles.to(gl.int32), 0, plus)
     return Rows(first, before, ends, gl.max(ends, 0))
 
 
 @gluon.jit
-def _shares(work, QUERIES: gl.constexpr, WARPS: gl.constexpr):
+def _shares(work, PROGRAMS: gl.constexpr, QUERIES: gl.constexpr, WARPS: gl.constexpr):
     """The first rows, and the first and the end of this program's tiles among those of all rows."""
     rows = _rows_from(work, 0, 0, QUERIES, WARPS)
     total = rows.last
     for first in range(ROWS, work.num_rows, ROWS):
         total = _rows_from(work, first, total, QUERIES, WARPS).last
-    share = total // gl.num_programs(0)
-    rest = total - share * gl.num_programs(0)
+    share = (total.to(gl.uint32) // PROGRAMS).to(gl.int32)
+    rest = total - share * PROGRAMS
     begin = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
     return rows, _uniform(begin), _uniform(begin + share + (gl.program_id(0) < rest).to(gl.int32))
 
@@ -619,11 +620,13 @@ def _row_at(work, rows, tile, QUERIES: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.constexpr, TILES: gl.constexpr):
+def _bring(
+    work, keys, scales, page_table, table_stride, ring, PROGRAMS: gl.constexpr, QUERIES: gl.constexpr, TILES: gl.constexpr
+):
     """The role of one warp: this program's tiles into the ring."""
     STAGES: gl.constexpr = ring.full.shape[0]
     ITEMS: gl.constexpr = ring.words.shape[0] // STAGES
-    rows, begin, end = _shares(work, QUERIES, 1)
+    rows, begin, end = _shares(work, PROGRAMS, QUERIES, 1)
     blocks = (work.b + QUERIES - 1) // QUERIES
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     n = 0
@@ -631,7 +634,7 @@ def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.const
         rows, row, row_begin, row_end = _row_at(work, rows, begin, QUERIES, 1)
         stop = gl.minimum(end, row_end)
         first, last = begin - row_begin, stop - row_begin
-        table = page_table + (row // blocks).to(gl.int64) * table_stride
+        table = page_table + (row.to(gl.uint32) // blocks.to(gl.uint32)).to(gl.int64) * table_stride
         for group in range(first, last, 32):
             pages = gl.load(table + (group + lane) // TILES, mask=group + lane < last, other=0)
             for i in range(0, gl.minimum(last - group, 32), ITEMS):
@@ -652,11 +655,11 @@ def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.const
 
 
 @gluon.jit
-def _look_ahead(work, ring, TURN: gl.constexpr):
+def _look_ahead(work, ring, PROGRAMS: gl.constexpr, TURN: gl.constexpr):
     """The role of two warps that take turns: what products in int8 need of the scales, and whether a key's are more than a factor of four
     apart.
     """
-    rows, begin, end = _shares(work, 1, 1)
+    rows, begin, end = _shares(work, PROGRAMS, 1, 1)
     n = 0
     while begin < end:
         rows, _, _, row_end = _row_at(work, rows, begin, 1, 1)
@@ -710,11 +713,11 @@ def _prepare(ring, stage):
 
 
 @gluon.jit
-def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score(work, q, weights, to, ring, queries, precise, PROGRAMS: gl.constexpr, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """The role of four warps: scores of this program's tiles."""
     QUERIES: gl.constexpr = queries.q.shape[0]
     MIXED: gl.constexpr = queries.q.dtype == gl.int8
-    rows, begin, end = _shares(work, QUERIES, 4)
+    rows, begin, end = _shares(work, PROGRAMS, QUERIES, 4)
     if begin >= end:
         gdc_wait()  # or the kernel after the next might start too early
     blocks = (work.b + QUERIES - 1) // QUERIES
@@ -725,8 +728,11 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
         stop = gl.minimum(end, row_end)
         first, last = begin - row_begin, stop - row_begin
         begin = stop
-        query = (row // blocks * work.b + row % blocks * QUERIES).to(gl.int64)
-        count = gl.minimum(work.b - row % blocks * QUERIES, QUERIES)
+        if QUERIES == 1:
+            query, count = row.to(gl.int64), 1
+        else:
+            query = (row // blocks * work.b + row % blocks * QUERIES).to(gl.int64)
+            count = gl.minimum(work.b - row % blocks * QUERIES, QUERIES)
         reach = gl.minimum(gl.minimum(gl.load(work.visible + query), work.num_entries), last * KEYS)
         precise_is_there = False
         gl.thread_barrier()
@@ -762,7 +768,7 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
 
                     if (inexact | _is_wide(ring, stage)) != 0:
                         if not precise_is_there:
-                            here = _again(row // blocks * work.b + row % blocks)
+                            here = _again(row)
                             values = _load_query(q + here.to(gl.int64) * (HEADS * DIM), True, HEADS)
                             _store_query(values, weights + here.to(gl.int64) * HEADS, precise, 0, HEADS)
                             fence_async_shared()
@@ -811,6 +817,7 @@ def _index_score_kernel_sm90(
     MAXIMA: gl.constexpr,
     TILES: gl.constexpr,  # per page
     STAGES: gl.constexpr,
+    PROGRAMS: gl.constexpr,  # of the launch: a division by it is in every role's way
 ):
     """A row of work is QUERIES queries of a sequence against its pages; programs take equal shares of all rows' tiles."""
     FP4: gl.constexpr = LAYOUT == "index_mxfp4"
@@ -844,10 +851,10 @@ def _index_score_kernel_sm90(
     if MIXED:
         gl.warp_specialize(
             [
-                (_score, (work, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
-                (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
-                (_look_ahead, (work, ring, 0)),
-                (_look_ahead, (work, ring, 1)),
+                (_score, (work, q, weights, to, ring, queries, precise, PROGRAMS, HEADS, MAXIMA)),
+                (_bring, (work, keys, scales, page_table, table_stride, ring, PROGRAMS, QUERIES, TILES)),
+                (_look_ahead, (work, ring, PROGRAMS, 0)),
+                (_look_ahead, (work, ring, PROGRAMS, 1)),
             ],
             [1, 1, 1],
             [24, 24, 24],
@@ -855,8 +862,8 @@ def _index_score_kernel_sm90(
     else:
         gl.warp_specialize(
             [
-                (_score, (work, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
-                (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
+                (_score, (work, q, weights, to, ring, queries, precise, PROGRAMS, HEADS, MAXIMA)),
+                (_bring, (work, keys, scales, page_table, table_stride, ring, PROGRAMS, QUERIES, TILES)),
             ],
             [1],
             [24 if QUERIES == 1 else 40],
@@ -951,6 +958,7 @@ def index_score(
         MAXIMA=maxima is not None,
         TILES=entries_per_page // KEYS_PER_TILE,
         STAGES=config.stages,
+        PROGRAMS=config.programs,
         num_warps=4,
         maxnreg=config.registers,
         launch_pdl=True,
@@ -983,6 +991,7 @@ def aot_cases() -> list[AotCase]:
                 "MAXIMA": True,
                 "TILES": 1,
                 "STAGES": 2 if queries == 1 else 4,
+                "PROGRAMS": 396,
             },
             num_warps=4,
             aligned=("q",),
