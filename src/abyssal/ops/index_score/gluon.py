@@ -37,7 +37,6 @@ from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check, multipro
 
 KEYS = gl.constexpr(KEYS_PER_TILE)
 DIM = gl.constexpr(128)
-ROUND = gl.constexpr(1.5 * 2**23)  # plus a small number: its nearest whole number in the low bits
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 WARP_KEYS = gl.constexpr(GROUP)  # of a tile, whose maximum is one of `maxima`
 ROWS = gl.constexpr(128)  # of work, whose lengths a role looks at together
@@ -69,6 +68,18 @@ class Rows(NamedTuple):
     last: Any  # of `ends`
 
 
+class Share(NamedTuple):
+    """A program's tiles among those of all rows, and the row of the first of them."""
+
+    begin: Any
+    end: Any
+    row: Any
+    row_begin: Any  # the tiles of that row
+    row_end: Any
+    looked_from: Any  # the first of rows that are looked at together, among which it is
+    before: Any  # tiles of rows before that
+
+
 class Ring(NamedTuple):
     """Shared memory for tiles, [STAGES * tiles of a stage, ...], and what tells the state of stages, [STAGES, 1]."""
 
@@ -87,7 +98,7 @@ class Queries(NamedTuple):
 
     q: Any  # [QUERIES, HEADS, DIM]
     weights: Any  # [QUERIES, 4, HEADS / 4]
-    inexact: Any = None  # [HEADS / 8] for int8: not 0 where a value of some heads is no whole number
+    inexact: Any = None  # for int8: not 0 where a value of some heads is no whole number
 
 
 class Output(NamedTuple):
@@ -322,8 +333,8 @@ def _store_query(values, weights, to, j: gl.constexpr, HEADS: gl.constexpr):
 
 @gluon.jit
 def _larger_halves(a, b):
-    """For reductions."""
-    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+    """For reductions: the larger sizes, with any sign."""
+    return gl.inline_asm_elementwise("max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -334,14 +345,15 @@ def _or(a, b):
 
 @gluon.jit
 def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
-    """A query [HEADS, DIM] of bf16 as whole numbers times a power of two per head, which its weights take over."""
+    """A query [HEADS, DIM] of bf16 as whole numbers below 64 times a power of two per head, which its weights take over."""
     QUERY: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])  # stores of 16 bytes
+    PARTS: gl.constexpr = to.inexact.shape[0]  # of heads
     head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))
     pair = gl.arange(0, DIM // 2, gl.SliceLayout(0, QUERY))
     w = gl.load(weights + head)
     gl.thread_barrier()  # or the compiler would load weights after all else
     pairs = gl.load(q.to(gl.pointer_type(gl.int32), bitcast=True) + head[:, None] * (DIM // 2) + pair[None, :])
-    largest = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger_halves)
+    largest = gl.reduce(pairs, 1, _larger_halves) & 0x7FFF7FFF
     exponent = gl.maximum(largest & 0xFFFF, largest >> 16) >> 7
     exponent = gl.minimum(gl.maximum(exponent, 20), 160)
     if HEADS == 64:
@@ -350,18 +362,35 @@ def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
         both = gl.inline_asm_elementwise("max.s32 $0, $1, $2;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
         known = gl.reshape(gl.permute(gl.join(gl.minimum(first, both), gl.minimum(second, both)), (1, 0)), (HEADS,))
         exponent = gl.convert_layout(known, exponent.type.layout, assert_trivial=True)
-    values = gl.join((pairs << 16).to(gl.float32, bitcast=True), (pairs & -0x10000).to(gl.float32, bitcast=True))
-    factor = -((260 - exponent) << 23).to(gl.float32, bitcast=True)  # the largest is -64 to -127
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, gl.SliceLayout(2, values.type.layout)), assert_trivial=True)
-    factor, values = gl.broadcast(gl.expand_dims(gl.expand_dims(factor, 1), 2), values)
-    shifted = gl.fma(values, factor, gl.full_like(values, ROUND))
-    error = gl.fma(values, factor, ROUND - shifted).to(gl.int32, bitcast=True)
-    error = gl.reduce(gl.reduce(gl.reshape(error, (HEADS // 8, 8, DIM)), 2, _or), 1, _or)  # within warps
-    to.inexact.store(error)
-    # dimension: lane, word, half, nibble; place: word, half, lane, nibble
-    whole = gl.reshape(shifted.to(gl.int32, bitcast=True).to(gl.int8), (HEADS, 4, 4, 2, 4))
-    to.q.index(0).store(gl.reshape(gl.permute(whole, (0, 2, 3, 1, 4)), (HEADS, DIM)))
-    power = ((exponent - 11) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 133 - 5)
+    factor = ((259 - exponent) << 7 | 0x8000) * 0x00010001  # the largest is -32 to -63
+    factor, pairs = gl.broadcast(gl.expand_dims(factor, 1), pairs)
+    # As halves of pairs: 192 plus the number, rounded; 192 less that; what was rounded off. The low bytes of the first are 64 plus the number.
+    error, whole = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        fma.rn.bf16x2 a, $3, $5, $7;
+        fma.rn.bf16x2 b, $4, $6, $7;
+        fma.rn.bf16x2 c, a, $8, $7;
+        fma.rn.bf16x2 d, b, $8, $7;
+        fma.rn.bf16x2 $0, $3, $5, c;
+        fma.rn.bf16x2 $1, $4, $6, d;
+        prmt.b32 a, a, b, 0x6420;
+        add.u32 a, a, 0x40404040;
+        xor.b32 $2, a, 0x80808080;
+        }""",
+        "=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+        [pairs, factor, gl.full_like(pairs, 0x43404340), gl.full_like(pairs, -0x407F4080)],
+        dtype=(gl.int32, gl.int16),
+        is_pure=True,
+        pack=2,
+    )
+    error = gl.permute(gl.reshape(error, (HEADS // (8 * PARTS), PARTS, 8 * (DIM // 2))), (1, 0, 2))
+    to.inexact.store(gl.reduce(gl.reshape(error, (PARTS, HEADS // PARTS * (DIM // 2))), 1, _or))
+    # pair of dimensions: lane, word, half, nibbles; place: word, half, lane, nibbles
+    whole = gl.permute(gl.reshape(whole, (HEADS, 4, 4, 2, 2)), (0, 2, 3, 1, 4))
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM // 2], gl.int16)
+    to.q._reinterpret(gl.int16, [HEADS, DIM // 2], SHARED).store(gl.reshape(whole, (HEADS, DIM // 2)))
+    power = ((exponent - 10) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 132 - 5)
     _store_by_lane(w * power, to.weights.index(0), HEADS)
 
 
@@ -405,6 +434,12 @@ def _load_weights(queries, j: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
+def _add_products(a, weight_a, b, weight_b):
+    """For reductions: a sum times 1. A plain sum of products would be fused in another order from one kernel to the next."""
+    return gl.fma(b, weight_b, a * weight_a), 1.0
+
+
+@gluon.jit
 def _lane_sums(dots, weights, HEADS: gl.constexpr):
     """What each thread holds of its two keys' sums over heads, fp32 [warp, 8, lane] each."""
     if dots.dtype == gl.int32:
@@ -415,7 +450,8 @@ def _lane_sums(dots, weights, HEADS: gl.constexpr):
     else:
         # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
         terms = dots + gl.abs(dots)
-    sums = gl.sum(_by_lane(terms, HEADS) * gl.expand_dims(weights, 0), 2)
+    terms, weights = gl.broadcast(_by_lane(terms, HEADS), gl.expand_dims(weights, 0))
+    sums, _ = gl.reduce((terms, weights), 2, _add_products)
     low, high = gl.split(gl.permute(gl.reshape(sums, (4, 2, 8, 4)), (0, 2, 3, 1)))
     return gl.convert_layout(low, LANES, assert_trivial=True), gl.convert_layout(high, LANES, assert_trivial=True)
 
@@ -596,45 +632,54 @@ def _rows_from(work, first, before, QUERIES: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _shares(work, PROGRAMS: gl.constexpr, QUERIES: gl.constexpr, WARPS: gl.constexpr):
-    """The first rows, and the first and the end of this program's tiles among those of all rows."""
-    rows = _rows_from(work, 0, 0, QUERIES, WARPS)
+def _share(work, PROGRAMS: gl.constexpr, QUERIES: gl.constexpr):
+    """This program's, found by four warps."""
+    rows = _rows_from(work, 0, 0, QUERIES, 4)
     total = rows.last
     for first in range(ROWS, work.num_rows, ROWS):
-        total = _rows_from(work, first, total, QUERIES, WARPS).last
+        total = _rows_from(work, first, total, QUERIES, 4).last
     share = (total.to(gl.uint32) // PROGRAMS).to(gl.int32)
     rest = total - share * PROGRAMS
-    begin = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
-    return rows, _uniform(begin), _uniform(begin + share + (gl.program_id(0) < rest).to(gl.int32))
+    begin = _uniform(gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest))
+    end = _uniform(begin + share + (gl.program_id(0) < rest).to(gl.int32))
+    return _row_at(work, rows, begin, end, QUERIES, 4)
 
 
 @gluon.jit
-def _row_at(work, rows, tile, QUERIES: gl.constexpr, WARPS: gl.constexpr):
-    """The rows among which is that of `tile`, if it is in none before `rows`; its number; and where it begins and ends among all tiles."""
-    while rows.last <= tile:
+def _row_at(work, rows, begin, end, QUERIES: gl.constexpr, WARPS: gl.constexpr):
+    """The share from `begin` on, whose row is in none before `rows`."""
+    while (rows.last <= begin) & (rows.first + ROWS < work.num_rows):
         rows = _rows_from(work, rows.first + ROWS, rows.last, QUERIES, WARPS)
-    passed = rows.ends <= tile
+    passed = rows.ends <= begin
     row = rows.first + gl.sum(passed.to(gl.int32), 0)
-    begin, end = gl.max(gl.where(passed, rows.ends, rows.before), 0), gl.min(gl.where(passed, rows.last, rows.ends), 0)
-    return rows, _uniform(row), _uniform(begin), _uniform(end)
+    row_begin = gl.max(gl.where(passed, rows.ends, rows.before), 0)
+    row_end = gl.min(gl.where(passed, rows.last, rows.ends), 0)
+    return Share(begin, end, _uniform(row), _uniform(row_begin), _uniform(row_end), rows.first, rows.before)
 
 
 @gluon.jit
-def _bring(
-    work, keys, scales, page_table, table_stride, ring, PROGRAMS: gl.constexpr, QUERIES: gl.constexpr, TILES: gl.constexpr
-):
+def _rest(work, share, begin, QUERIES: gl.constexpr, WARPS: gl.constexpr):
+    """Of a share, from `begin` on, where rows meet. They are looked at once more, rather than kept in registers."""
+    if begin < share.end:
+        rows = _rows_from(work, share.looked_from, share.before, QUERIES, WARPS)
+        share = _row_at(work, rows, begin, share.end, QUERIES, WARPS)
+    else:
+        share = Share(begin, share.end, share.row, share.row_begin, share.row_end, share.looked_from, share.before)
+    return share
+
+
+@gluon.jit
+def _bring(work, share, keys, scales, page_table, table_stride, ring, QUERIES: gl.constexpr, TILES: gl.constexpr):
     """The role of one warp: this program's tiles into the ring."""
     STAGES: gl.constexpr = ring.full.shape[0]
     ITEMS: gl.constexpr = ring.words.shape[0] // STAGES
-    rows, begin, end = _shares(work, PROGRAMS, QUERIES, 1)
     blocks = (work.b + QUERIES - 1) // QUERIES
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     n = 0
-    while begin < end:
-        rows, row, row_begin, row_end = _row_at(work, rows, begin, QUERIES, 1)
-        stop = gl.minimum(end, row_end)
-        first, last = begin - row_begin, stop - row_begin
-        table = page_table + (row.to(gl.uint32) // blocks.to(gl.uint32)).to(gl.int64) * table_stride
+    while share.begin < share.end:
+        stop = gl.minimum(share.end, share.row_end)
+        first, last = share.begin - share.row_begin, stop - share.row_begin
+        table = page_table + (share.row.to(gl.uint32) // blocks.to(gl.uint32)).to(gl.int64) * table_stride
         for group in range(first, last, 32):
             pages = gl.load(table + (group + lane) // TILES, mask=group + lane < last, other=0)
             for i in range(0, gl.minimum(last - group, 32), ITEMS):
@@ -649,31 +694,25 @@ def _bring(
                     tma.async_copy_global_to_shared(keys, [page, part * ring.words.shape[2], 0], full, ring.words.index(place))
                     tma.async_copy_global_to_shared(scales, [page, part * KEYS], full, ring.factors.index(place))
                 n += 1
-        begin = stop
-        if begin < end:
-            rows = _rows_from(work, rows.first, rows.before, QUERIES, 1)  # once more, rather than kept in few registers
+        share = _rest(work, share, stop, QUERIES, 1)
 
 
 @gluon.jit
-def _look_ahead(work, ring, PROGRAMS: gl.constexpr, TURN: gl.constexpr):
+def _look_ahead(work, share, ring, TURN: gl.constexpr):
     """The role of two warps that take turns: what products in int8 need of the scales, and whether a key's are more than a factor of four
     apart.
     """
-    rows, begin, end = _shares(work, PROGRAMS, 1, 1)
     n = 0
-    while begin < end:
-        rows, _, _, row_end = _row_at(work, rows, begin, 1, 1)
-        stop = gl.minimum(end, row_end)
-        for _ in range(begin, stop, 2):
+    while share.begin < share.end:
+        stop = gl.minimum(share.end, share.row_end)
+        for _ in range(share.begin, stop, 2):
             if n % 2 == TURN:
                 stage = _wait(ring.full, n)
                 _prepare(ring, stage)
                 gl.thread_barrier()
                 mbarrier.arrive(ring.checked.index(stage))
             n += 1
-        begin = stop
-        if begin < end:
-            rows = _rows_from(work, rows.first, rows.before, 1, 1)
+        share = _rest(work, share, stop, 1, 1)
 
 
 @gluon.jit
@@ -713,21 +752,18 @@ def _prepare(ring, stage):
 
 
 @gluon.jit
-def _score(work, q, weights, to, ring, queries, precise, PROGRAMS: gl.constexpr, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score(work, share, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """The role of four warps: scores of this program's tiles."""
     QUERIES: gl.constexpr = queries.q.shape[0]
     MIXED: gl.constexpr = queries.q.dtype == gl.int8
-    rows, begin, end = _shares(work, PROGRAMS, QUERIES, 4)
-    if begin >= end:
+    if share.begin >= share.end:
         gdc_wait()  # or the kernel after the next might start too early
     blocks = (work.b + QUERIES - 1) // QUERIES
     places = _places()
     n = 0
-    while begin < end:
-        rows, row, row_begin, row_end = _row_at(work, rows, begin, QUERIES, 4)
-        stop = gl.minimum(end, row_end)
-        first, last = begin - row_begin, stop - row_begin
-        begin = stop
+    while share.begin < share.end:
+        row, stop = share.row, gl.minimum(share.end, share.row_end)
+        first, last = share.begin - share.row_begin, stop - share.row_begin
         if QUERIES == 1:
             query, count = row.to(gl.int64), 1
         else:
@@ -751,7 +787,7 @@ def _score(work, q, weights, to, ring, queries, precise, PROGRAMS: gl.constexpr,
         if QUERIES == 1:
             of_heads = _load_weights(queries, 0, HEADS)
             if MIXED:
-                inexact = queries.inexact.load(gl.BlockedLayout([HEADS // 8], [32], [4], [0]))
+                inexact = queries.inexact.load(gl.BlockedLayout([queries.inexact.shape[0]], [32], [4], [0]))
                 # as one register: of an `or` the compiler would leave the last step to the loop
                 inexact = gl.max(inexact.to(gl.uint32), 0).to(gl.int32)
             zeros = gl.zeros([4, 8, 4], gl.float32, LANES)
@@ -786,8 +822,7 @@ def _score(work, q, weights, to, ring, queries, precise, PROGRAMS: gl.constexpr,
                 stage = _wait(ring.full, n)
                 _score_queries(ring, stage, queries, to, query, tile, work, count, places, HEADS, MAXIMA)
                 n += 1
-        if begin < end:
-            rows = _rows_from(work, rows.first, rows.before, QUERIES, 4)
+        share = _rest(work, share, stop, QUERIES, 4)
 
 
 POINTERS = {"weights": "*fp32", "page_table": "*i32", "visible": "*i32", "out": "*fp32", "maxima": "*fp32"}
@@ -817,7 +852,7 @@ def _index_score_kernel_sm90(
     MAXIMA: gl.constexpr,
     TILES: gl.constexpr,  # per page
     STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr,  # of the launch: a division by it is in every role's way
+    PROGRAMS: gl.constexpr,  # of the launch: all roles wait for a division by it
 ):
     """A row of work is QUERIES queries of a sequence against its pages; programs take equal shares of all rows' tiles."""
     FP4: gl.constexpr = LAYOUT == "index_mxfp4"
@@ -826,6 +861,8 @@ def _index_score_kernel_sm90(
     WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(4 if HEADS > 8 else 2, 2, 2 if HEADS == 64 else 1, order=[1, 0])
     WIDE: gl.constexpr = gl.bfloat16 if FP4 else gl.float16
     ITEMS: gl.constexpr = 2 if QUERIES == 1 else 1  # tiles of a stage
+    work = Work(visible, num_rows, b, num_entries)
+    share = _share(work, PROGRAMS, QUERIES)
     words = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS // 2 if FP4 else KEYS, 32], keys.layout)
     factors = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], scales.layout)
     full, empty = allocate_barriers(STAGES), allocate_barriers(STAGES, 128)
@@ -841,20 +878,19 @@ def _index_score_kernel_sm90(
         queries = Queries(
             gl.allocate_shared_memory(gl.int8, [QUERIES, HEADS, DIM], SHARED),
             gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS),
-            gl.allocate_shared_memory(gl.int32, [HEADS // 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+            gl.allocate_shared_memory(gl.int32, [4 if HEADS > 16 else HEADS // 8], PLAIN),
         )
     else:
         ring = Ring(words, factors, full, empty, factors, factors, factors, full)
         queries = precise
-    work = Work(visible, num_rows, b, num_entries)
     to = Output(out, out_stride, maxima, maxima_stride)
     if MIXED:
         gl.warp_specialize(
             [
-                (_score, (work, q, weights, to, ring, queries, precise, PROGRAMS, HEADS, MAXIMA)),
-                (_bring, (work, keys, scales, page_table, table_stride, ring, PROGRAMS, QUERIES, TILES)),
-                (_look_ahead, (work, ring, PROGRAMS, 0)),
-                (_look_ahead, (work, ring, PROGRAMS, 1)),
+                (_score, (work, share, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
+                (_bring, (work, share, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
+                (_look_ahead, (work, share, ring, 0)),
+                (_look_ahead, (work, share, ring, 1)),
             ],
             [1, 1, 1],
             [24, 24, 24],
@@ -862,8 +898,8 @@ def _index_score_kernel_sm90(
     else:
         gl.warp_specialize(
             [
-                (_score, (work, q, weights, to, ring, queries, precise, PROGRAMS, HEADS, MAXIMA)),
-                (_bring, (work, keys, scales, page_table, table_stride, ring, PROGRAMS, QUERIES, TILES)),
+                (_score, (work, share, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
+                (_bring, (work, share, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
             ],
             [1],
             [24 if QUERIES == 1 else 40],
