@@ -108,23 +108,21 @@ class Output(NamedTuple):
     maxima_stride: Any
 
 
-class Sums(NamedTuple):
-    """What pairs of lanes hold of the sums over heads of two tiles' keys, fp32 [warp, 8, lane] each, and the scales of their places."""
+class Before(NamedTuple):
+    """The second tile of a stage, whose scores are stored with those of the next stage's first; fp32 [warp, 8, lane] each."""
 
-    first: Any
-    second: Any  # of the lane itself,
-    of_other: Any  # and what the other one of its pair has of them
-    scales: Any
+    sums: Any  # over heads, of the lane itself
+    of_other: Any  # and of the other one of its pair
+    scales: Any  # of the keys of both of its stage's tiles
 
 
-class Done(NamedTuple):
-    """Two tiles whose scores are yet to be stored, and where."""
+class Place(NamedTuple):
+    """Where scores go that lanes hold in the end: in lanes 0 and 1 of a stage's first tile, in 2 and 3 of the tile before it."""
 
-    sums: Any
-    entry: Any  # from `at` on, not stored if it is none of the `reach` first
-    at: Any
-    best_at: Any
-    reach: Any
+    scores: Any
+    maxima: Any
+    entry: Any  # counted from there
+    reach: Any  # entries that there are from there on
 
 
 @gluon.jit
@@ -482,12 +480,10 @@ def _of_pair(sums, places):
 
 
 @gluon.jit
-def _add_lanes(sums, places):
-    """The scores of lanes' places, from what the two pairs that share keys hold."""
-    second = sums.second + sums.of_other
+def _add_pairs(first, second, places):
+    """The sums of lanes' places, from what the two pairs of lanes that share keys hold of two tiles."""
     of_second = (places & KEYS) != 0
-    own = gl.where(of_second, second, sums.first)
-    return (own + _from_lane(gl.where(of_second, sums.first, second), 2)) * sums.scales
+    return gl.where(of_second, second, first) + _from_lane(gl.where(of_second, first, second), 2)
 
 
 @gluon.jit
@@ -498,16 +494,16 @@ def _output_from(to, row, tile):
 
 
 @gluon.jit
-def _store(scores, at, best_at, entry, reach, MAXIMA: gl.constexpr):
+def _store(scores, place, MAXIMA: gl.constexpr):
     """scores [warp, 8, lane] of entries from 0 on and below `reach`, and the maxima of a warp's 16 of a tile."""
-    seen = entry.to(gl.uint32) < reach.to(gl.uint32)
-    gl.store(at + entry, scores, mask=seen)
+    seen = place.entry.to(gl.uint32) < place.reach.to(gl.uint32)
+    gl.store(place.scores + place.entry, scores, mask=seen)
     if MAXIMA:
         best = gl.reshape(gl.where(seen, scores, -float("inf")), (4, 8, 2, 2))
         best = gl.max(gl.max(best, 3), 1)  # one after the other: lanes of one reduction must lie side by side
         best = gl.convert_layout(best, gl.SliceLayout(1, gl.SliceLayout(3, PAIRS)), assert_trivial=True)
         best = _pairs_to_lanes(gl.expand_dims(gl.expand_dims(best, 1), 3))
-        gl.store(best_at + (entry >> 4), best, mask=seen & ((entry & (WARP_KEYS - 1)) == 0))
+        gl.store(place.maxima + (place.entry >> 4), best, mask=seen & ((place.entry & (WARP_KEYS - 1)) == 0))
 
 
 @gluon.jit
@@ -526,56 +522,53 @@ def _by_stage(shared):
 
 
 @gluon.jit
-def _sum_tiles(ring, stage, queries, weights, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
-    """One query and the two tiles of a stage; beside them the scores of those before. A positive scale passes the relu."""
+def _score_tiles(ring, stage, queries, weights, before, place, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """One query and the two tiles of a stage. A positive scale passes the relu."""
     dots_a = _multiply(_take(ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
     keys = _take(ring, 2 * stage + 1, queries, HEADS)
     scales = _load_scales(_by_stage(ring.factors).index(stage))
     async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
-    _store_scores(done, MAXIMA)
     dots_a = warpgroup_mma_wait(0, deps=(dots_a,))
     dots_b = _multiply(keys, queries, 0, HEADS)
-    first, of_other = _of_pair(_lane_sums(dots_a, weights, HEADS), done.entry)
-    first += of_other
-    second, of_other = _of_pair(_lane_sums(warpgroup_mma_wait(0, deps=(dots_b,)), weights, HEADS), done.entry)
-    return Sums(first, second, of_other, scales)
+    _finish(_of_pair(_lane_sums(dots_a, weights, HEADS), place.entry), scales, before, place, MAXIMA)
+    sums, of_other = _of_pair(_lane_sums(warpgroup_mma_wait(0, deps=(dots_b,)), weights, HEADS), place.entry)
+    return Before(sums, of_other, scales)
 
 
 @gluon.jit
-def _sum_tiles_in_int8(words, ring, stage, queries, weights, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score_tiles_in_int8(keys_a, words, ring, stage, queries, weights, before, place, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """The same with both products at once, for which keys of 8 bits leave registers."""
-    dots_a = _multiply(_widen(words, ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
-    keys = _take(ring, 2 * stage + 1, queries, HEADS)
+    dots_a = _multiply(keys_a, queries, 0, HEADS)
+    keys_b = _widen(words, ring, 2 * stage + 1, queries, HEADS)
     scales = _load_scales(_by_stage(ring.largest).index(stage))
     async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
-    dots_b = _multiply(keys, queries, 0, HEADS)
-    _store_scores(done, MAXIMA)
+    dots_b = _multiply(keys_b, queries, 0, HEADS)
     dots_a = warpgroup_mma_wait(1, deps=(dots_a,))
-    first, of_other = _of_pair(_lane_sums(dots_a, weights, HEADS), done.entry)
-    first += of_other
-    second, of_other = _of_pair(_lane_sums(warpgroup_mma_wait(0, deps=(dots_b,)), weights, HEADS), done.entry)
-    return Sums(first, second, of_other, scales)
+    _finish(_of_pair(_lane_sums(dots_a, weights, HEADS), place.entry), scales, before, place, MAXIMA)
+    sums, of_other = _of_pair(_lane_sums(warpgroup_mma_wait(0, deps=(dots_b,)), weights, HEADS), place.entry)
+    return Before(sums, of_other, scales)
 
 
 @gluon.jit
-def _sum_tiles_in_turn(words, ring, stage, queries, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score_tiles_in_turn(ring, stage, queries, before, place, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """The same in fewer registers, of keys that are widened with their scales."""
-    _store_scores(done, MAXIMA)
-    keys = _widen(words, ring, 2 * stage, queries, HEADS)
+    ones = gl.full([4, 8, 4], 1.0, gl.float32, LANES)
+    keys = _take(ring, 2 * stage, queries, HEADS)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
-    first, of_other = _of_pair(_lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS), done.entry)
-    first += of_other
+    first = _of_pair(_lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS), place.entry)
+    _finish(first, ones, before, place, MAXIMA)
     keys = _take(ring, 2 * stage + 1, queries, HEADS)
     async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
-    second, of_other = _of_pair(_lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS), done.entry)
-    return Sums(first, second, of_other, gl.full([4, 8, 4], 1.0, gl.float32, LANES))
+    sums, of_other = _of_pair(_lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS), place.entry)
+    return Before(sums, of_other, ones)
 
 
 @gluon.jit
-def _store_scores(done, MAXIMA: gl.constexpr):
-    """Of two tiles whose sums are known."""
-    _store(_add_lanes(done.sums, done.entry), done.at, done.best_at, done.entry, done.reach, MAXIMA)
+def _finish(first, scales, before, place, MAXIMA: gl.constexpr):
+    """The scores of a stage's first tile and of the tile before it."""
+    sums = _add_pairs(first[0] + first[1], before.sums + before.of_other, place.entry)
+    _store(sums * gl.where((place.entry & KEYS) != 0, before.scales, scales), place, MAXIMA)
 
 
 @gluon.jit
@@ -592,19 +585,18 @@ def _score_queries(ring, stage, queries, to, query, tile, work, count, places, H
     for j in gl.static_range(0, QUERIES, 2):
         next_dots = _multiply(keys, queries, j + 1, HEADS)
         dots = warpgroup_mma_wait(1, deps=(dots,))
-        first, of_other = _of_pair(_lane_sums(dots, _load_weights(queries, j, HEADS), HEADS), places)
-        first += of_other
+        first = _of_pair(_lane_sums(dots, _load_weights(queries, j, HEADS), HEADS), places)
         if j + 2 < QUERIES:
             dots = _multiply(keys, queries, j + 2, HEADS)
             next_dots = warpgroup_mma_wait(1, deps=(next_dots,))
         else:
             next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
-        second, of_other = _of_pair(_lane_sums(next_dots, _load_weights(queries, j + 1, HEADS), HEADS), places)
-        scores = _add_lanes(Sums(first, second, of_other, scales), places)
+        second = _of_pair(_lane_sums(next_dots, _load_weights(queries, j + 1, HEADS), HEADS), places)
+        scores = _add_pairs(first[0] + first[1], second[0] + second[1], places) * scales
         of_lane = j + places // KEYS
         reach = gl.minimum(gl.load(work.visible + query + of_lane, mask=of_lane < count, other=0), work.num_entries)
-        at, best_at = _output_from(to, query + of_lane, tile)
-        _store(scores, at, best_at, places % KEYS, gl.maximum(reach - tile * KEYS, 0), MAXIMA)
+        of_scores, of_maxima = _output_from(to, query + of_lane, tile)
+        _store(scores, Place(of_scores, of_maxima, places % KEYS, gl.maximum(reach - tile * KEYS, 0)), MAXIMA)
 
 
 @gluon.jit
@@ -791,18 +783,18 @@ def _score(work, share, q, weights, to, ring, queries, precise, HEADS: gl.conste
                 # as one register: of an `or` the compiler would leave the last step to the loop
                 inexact = gl.max(inexact.to(gl.uint32), 0).to(gl.int32)
             zeros = gl.zeros([4, 8, 4], gl.float32, LANES)
-            sums = Sums(zeros, zeros, zeros, zeros)
-            entry = places - 2 * KEYS  # before `first`: not stored
-            at, best_at = _output_from(to, query, first)
-            reach -= first * KEYS
+            before = Before(zeros, zeros, zeros)
+            scores, maxima = _output_from(to, query, first)
+            place = Place(scores, maxima, places % KEYS - places // KEYS * KEYS, reach - first * KEYS)
             for _ in range(first, last, 2):
                 stage = _wait(ring.checked, n)
                 n += 1
-                done = Done(sums, entry, at, best_at, reach)
                 if MIXED:
                     words = _load_words(ring.words.index(2 * stage))
-
-                    if (inexact | _is_wide(ring, stage)) != 0:
+                    words_b = _again(_load_words(ring.words.index(2 * stage + 1)))  # here, not where they are needed
+                    wide = _is_wide(ring, stage)
+                    keys = _widen(words, ring, 2 * stage, queries, HEADS)
+                    if (inexact | wide) != 0:
                         if not precise_is_there:
                             here = _again(row)
                             values = _load_query(q + here.to(gl.int64) * (HEADS * DIM), True, HEADS)
@@ -810,13 +802,13 @@ def _score(work, share, q, weights, to, ring, queries, precise, HEADS: gl.conste
                             fence_async_shared()
                             gl.thread_barrier()
                             precise_is_there = True
-                        sums = _sum_tiles_in_turn(words, ring, stage, precise, done, HEADS, MAXIMA)
+                        before = _score_tiles_in_turn(ring, stage, precise, before, place, HEADS, MAXIMA)
                     else:
-                        sums = _sum_tiles_in_int8(words, ring, stage, queries, of_heads, done, HEADS, MAXIMA)
+                        before = _score_tiles_in_int8(keys, words_b, ring, stage, queries, of_heads, before, place, HEADS, MAXIMA)
                 else:
-                    sums = _sum_tiles(ring, stage, queries, of_heads, done, HEADS, MAXIMA)
-                entry += 2 * KEYS
-            _store_scores(Done(sums, entry, at, best_at, reach), MAXIMA)
+                    before = _score_tiles(ring, stage, queries, of_heads, before, place, HEADS, MAXIMA)
+                place = Place(place.scores, place.maxima, place.entry + 2 * KEYS, place.reach)
+            _finish((zeros, zeros), zeros, before, place, MAXIMA)
         else:
             for tile in range(first, last):
                 stage = _wait(ring.full, n)
