@@ -692,8 +692,9 @@ def _bring(work, share, keys, scales, page_table, table_stride, ring, QUERIES: g
 @gluon.jit
 def _look_ahead(work, share, ring, TURN: gl.constexpr):
     """The role of two warps that take turns: what products in int8 need of the scales, and whether a key's are more than a factor of four
-    apart.
+    apart. A warp sees each use of its stages: one that missed some could take what a barrier says of one use as of the one before.
     """
+    gl.static_assert(ring.full.shape[0] % 2 == 0)
     n = 0
     while share.begin < share.end:
         stop = gl.minimum(share.end, share.row_end)
