@@ -362,7 +362,8 @@ def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
         exponent = gl.convert_layout(known, exponent.type.layout, assert_trivial=True)
     factor = ((259 - exponent) << 7 | 0x8000) * 0x00010001  # the largest is -32 to -63
     factor, pairs = gl.broadcast(gl.expand_dims(factor, 1), pairs)
-    # As halves of pairs: 192 plus the number, rounded; 192 less that; what was rounded off. The low bytes of the first are 64 plus the number.
+    # As halves of pairs: 192 plus the number, rounded; 192 less that; what was rounded off. In a low byte of the first is 64 plus the
+    # number.
     error, whole = gl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d;
