@@ -362,8 +362,7 @@ def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
         exponent = gl.convert_layout(known, exponent.type.layout, assert_trivial=True)
     factor = ((259 - exponent) << 7 | 0x8000) * 0x00010001  # the largest is -32 to -63
     factor, pairs = gl.broadcast(gl.expand_dims(factor, 1), pairs)
-    # As halves of pairs: 192 plus the number, rounded; 192 less that; what was rounded off. In a low byte of the first is 64 plus the
-    # number.
+    # As halves of pairs: 192 plus the number, rounded; 192 less that; what was rounded off. The low bytes of the first are 64 plus the number.
     error, whole = gl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d;
@@ -514,6 +513,13 @@ def _wait(barriers, n):
     stage = (n.to(gl.uint32) % STAGES).to(gl.int32)
     mbarrier.wait(barriers.index(stage), (n.to(gl.uint32) // STAGES & 1).to(gl.int32))
     return stage
+
+
+@gluon.jit
+def _next_use(stage, parity, STAGES: gl.constexpr):
+    """The stage of the use of a ring after that of `stage`, and the parity of its barriers: known before a loop begins again."""
+    is_last = stage == STAGES - 1
+    return gl.where(is_last, 0, stage + 1), parity ^ is_last.to(gl.int32)
 
 
 @gluon.jit
@@ -754,7 +760,8 @@ def _score(work, share, q, weights, to, ring, queries, precise, HEADS: gl.conste
         gdc_wait()  # or the kernel after the next might start too early
     blocks = (work.b + QUERIES - 1) // QUERIES
     places = _places()
-    n = 0
+    stage, parity = 0, 0
+    is_first = True
     while share.begin < share.end:
         row, stop = share.row, gl.minimum(share.end, share.row_end)
         first, last = share.begin - share.row_begin, stop - share.row_begin
@@ -766,9 +773,10 @@ def _score(work, share, q, weights, to, ring, queries, precise, HEADS: gl.conste
         reach = gl.minimum(gl.minimum(gl.load(work.visible + query), work.num_entries), last * KEYS)
         precise_is_there = False
         gl.thread_barrier()
-        if n == 0:
+        if is_first:
             gdc_wait()  # now that addresses are known, which the compiler would compute after a wait without a condition
             gdc_launch_dependents()  # what follows waits for this kernel's end by itself
+        is_first = False
         for j in gl.static_range(QUERIES):
             of_query = weights + (query + gl.minimum(j, count - 1)) * HEADS
             if MIXED:
@@ -789,8 +797,7 @@ def _score(work, share, q, weights, to, ring, queries, precise, HEADS: gl.conste
             scores, maxima = _output_from(to, query, first)
             place = Place(scores, maxima, places % KEYS - places // KEYS * KEYS, reach - first * KEYS)
             for _ in range(first, last, 2):
-                stage = _wait(ring.checked, n)
-                n += 1
+                mbarrier.wait(ring.checked.index(stage), parity)
                 if MIXED:
                     words = _load_words(ring.words.index(2 * stage))
                     words_b = _again(_load_words(ring.words.index(2 * stage + 1)))  # here, not where they are needed
@@ -810,12 +817,13 @@ def _score(work, share, q, weights, to, ring, queries, precise, HEADS: gl.conste
                 else:
                     before = _score_tiles(ring, stage, queries, of_heads, before, place, HEADS, MAXIMA)
                 place = Place(place.scores, place.maxima, place.entry + 2 * KEYS, place.reach)
+                stage, parity = _next_use(stage, parity, ring.full.shape[0])
             _finish((zeros, zeros), zeros, before, place, MAXIMA)
         else:
             for tile in range(first, last):
-                stage = _wait(ring.full, n)
+                mbarrier.wait(ring.full.index(stage), parity)
                 _score_queries(ring, stage, queries, to, query, tile, work, count, places, HEADS, MAXIMA)
-                n += 1
+                stage, parity = _next_use(stage, parity, ring.full.shape[0])
         share = _rest(work, share, stop, QUERIES, 4)
 
 
