@@ -368,8 +368,8 @@ def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
         .reg .b32 a, b, c, d;
         fma.rn.bf16x2 a, $3, $5, $7;
         fma.rn.bf16x2 b, $4, $6, $7;
-        fma.rn.bf16x2 c, a, $8, $7;
-        fma.rn.bf16x2 d, b, $8, $7;
+        fma.rn.bf16x2 c, a, $9, $7;
+        fma.rn.bf16x2 d, b, $9, $7;
         fma.rn.bf16x2 $0, $3, $5, c;
         fma.rn.bf16x2 $1, $4, $6, d;
         prmt.b32 a, a, b, 0x6420;
