@@ -37,7 +37,7 @@ from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check, multipro
 
 KEYS = gl.constexpr(KEYS_PER_TILE)
 DIM = gl.constexpr(128)
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+ROUND = gl.constexpr(1.5 * 2**23)  # plus a small number: its nearest whole number in the low bits
 WARP_KEYS = gl.constexpr(GROUP)  # of a tile, whose maximum is one of `maxima`
 ROWS = gl.constexpr(128)  # of work, whose lengths a role looks at together
 LANES = gl.constexpr(
@@ -68,18 +68,6 @@ class Rows(NamedTuple):
     last: Any  # of `ends`
 
 
-class Share(NamedTuple):
-    """A program's tiles among those of all rows, and the row of the first of them."""
-
-    begin: Any
-    end: Any
-    row: Any
-    row_begin: Any  # the tiles of that row
-    row_end: Any
-    looked_from: Any  # the first of rows that are looked at together, among which it is
-    before: Any  # tiles of rows before that
-
-
 class Ring(NamedTuple):
     """Shared memory for tiles, [STAGES * tiles of a stage, ...], and what tells the state of stages, [STAGES, 1]."""
 
@@ -89,7 +77,7 @@ class Ring(NamedTuple):
     empty: Any
     largest: Any  # here and below for products in int8 only: of a key's scales
     units: Any
-    wide: Any  # [STAGES, 1]: not 0 if scales of a key are too wide apart
+    wide: Any  # [STAGES, 2]: not 0 if a tile's scales are too wide apart
     checked: Any  # those three are there; `full` where there are none
 
 
@@ -98,7 +86,7 @@ class Queries(NamedTuple):
 
     q: Any  # [QUERIES, HEADS, DIM]
     weights: Any  # [QUERIES, 4, HEADS / 4]
-    inexact: Any = None  # for int8: not 0 where a value of some heads is no whole number
+    inexact: Any = None  # [HEADS / 8] for int8: not 0 where a value of some heads is no whole number
 
 
 class Output(NamedTuple):
@@ -108,21 +96,24 @@ class Output(NamedTuple):
     maxima_stride: Any
 
 
-class Before(NamedTuple):
-    """The second tile of a stage, whose scores are stored with those of the next stage's first; fp32 [warp, 8, lane] each."""
+class Sums(NamedTuple):
+    """What lanes hold of the sums over heads of two tiles' keys, fp32 [warp, 8, lane] each, and the scales of their places."""
 
-    sums: Any  # over heads, of the lane itself
-    of_other: Any  # and of the other one of its pair
-    scales: Any  # of the keys of both of its stage's tiles
+    low_a: Any
+    high_a: Any
+    low_b: Any
+    high_b: Any
+    scales: Any
 
 
-class Place(NamedTuple):
-    """Where scores go that lanes hold in the end: in lanes 0 and 1 of a stage's first tile, in 2 and 3 of the tile before it."""
+class Done(NamedTuple):
+    """Two tiles whose scores are yet to be stored, and where."""
 
-    scores: Any
-    maxima: Any
-    entry: Any  # counted from there
-    reach: Any  # entries that there are from there on
+    sums: Any
+    entry: Any  # from `at` on, not stored if it is none of the `reach` first
+    at: Any
+    best_at: Any
+    reach: Any
 
 
 @gluon.jit
@@ -159,14 +150,6 @@ def _load_words(shared):
         [1, 32, 32],
     )
     return gl.reshape(shared.load(ONE if KEY_WORDS == 32 else TWO), (KEYS, KEY_WORDS))
-
-
-@gluon.jit
-def _load_scales_of_two(shared):
-    """fp32 scales [warp, 8, lane] of the keys of two tiles [128] whose scores lanes hold in the end."""
-    OWN: gl.constexpr = gl.DistributedLinearLayout([], [[8], [64], [1], [2], [4]], [[16], [32]], [], [128])
-    scales = gl.permute(gl.reshape(shared.load(OWN).to(gl.float32, bitcast=True), (2, 4, 2, 8)), (1, 3, 0, 2))
-    return gl.convert_layout(gl.reshape(scales, (4, 8, 4)), LANES, assert_trivial=True)
 
 
 @gluon.jit
@@ -331,8 +314,8 @@ def _store_query(values, weights, to, j: gl.constexpr, HEADS: gl.constexpr):
 
 @gluon.jit
 def _larger_halves(a, b):
-    """For reductions: the larger sizes, with any sign."""
-    return gl.inline_asm_elementwise("max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+    """For reductions."""
+    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -343,15 +326,14 @@ def _or(a, b):
 
 @gluon.jit
 def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
-    """A query [HEADS, DIM] of bf16 as whole numbers below 64 times a power of two per head, which its weights take over."""
+    """A query [HEADS, DIM] of bf16 as whole numbers times a power of two per head, which its weights take over."""
     QUERY: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])  # stores of 16 bytes
-    PARTS: gl.constexpr = to.inexact.shape[0]  # of heads
     head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))
     pair = gl.arange(0, DIM // 2, gl.SliceLayout(0, QUERY))
     w = gl.load(weights + head)
     gl.thread_barrier()  # or the compiler would load weights after all else
     pairs = gl.load(q.to(gl.pointer_type(gl.int32), bitcast=True) + head[:, None] * (DIM // 2) + pair[None, :])
-    largest = gl.reduce(pairs, 1, _larger_halves) & 0x7FFF7FFF
+    largest = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger_halves)
     exponent = gl.maximum(largest & 0xFFFF, largest >> 16) >> 7
     exponent = gl.minimum(gl.maximum(exponent, 20), 160)
     if HEADS == 64:
@@ -360,35 +342,18 @@ def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
         both = gl.inline_asm_elementwise("max.s32 $0, $1, $2;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
         known = gl.reshape(gl.permute(gl.join(gl.minimum(first, both), gl.minimum(second, both)), (1, 0)), (HEADS,))
         exponent = gl.convert_layout(known, exponent.type.layout, assert_trivial=True)
-    factor = ((259 - exponent) << 7 | 0x8000) * 0x00010001  # the largest is -32 to -63
-    factor, pairs = gl.broadcast(gl.expand_dims(factor, 1), pairs)
-    # As halves of pairs: 192 plus the number, rounded; 192 less that; what was rounded off. The low bytes of the first are 64 plus the number.
-    error, whole = gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d;
-        fma.rn.bf16x2 a, $3, $5, $7;
-        fma.rn.bf16x2 b, $4, $6, $7;
-        fma.rn.bf16x2 c, a, $9, $7;
-        fma.rn.bf16x2 d, b, $9, $7;
-        fma.rn.bf16x2 $0, $3, $5, c;
-        fma.rn.bf16x2 $1, $4, $6, d;
-        prmt.b32 a, a, b, 0x6420;
-        add.u32 a, a, 0x40404040;
-        xor.b32 $2, a, 0x80808080;
-        }""",
-        "=&r,=&r,=&r,r,r,r,r,r,r,r,r",
-        [pairs, factor, gl.full_like(pairs, 0x43404340), gl.full_like(pairs, -0x407F4080)],
-        dtype=(gl.int32, gl.int16),
-        is_pure=True,
-        pack=2,
-    )
-    error = gl.permute(gl.reshape(error, (HEADS // (8 * PARTS), PARTS, 8 * (DIM // 2))), (1, 0, 2))
-    to.inexact.store(gl.reduce(gl.reshape(error, (PARTS, HEADS // PARTS * (DIM // 2))), 1, _or))
-    # pair of dimensions: lane, word, half, nibbles; place: word, half, lane, nibbles
-    whole = gl.permute(gl.reshape(whole, (HEADS, 4, 4, 2, 2)), (0, 2, 3, 1, 4))
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM // 2], gl.int16)
-    to.q._reinterpret(gl.int16, [HEADS, DIM // 2], SHARED).store(gl.reshape(whole, (HEADS, DIM // 2)))
-    power = ((exponent - 10) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 132 - 5)
+    values = gl.join((pairs << 16).to(gl.float32, bitcast=True), (pairs & -0x10000).to(gl.float32, bitcast=True))
+    factor = -((260 - exponent) << 23).to(gl.float32, bitcast=True)  # the largest is -64 to -127
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, gl.SliceLayout(2, values.type.layout)), assert_trivial=True)
+    factor, values = gl.broadcast(gl.expand_dims(gl.expand_dims(factor, 1), 2), values)
+    shifted = gl.fma(values, factor, gl.full_like(values, ROUND))
+    error = gl.fma(values, factor, ROUND - shifted).to(gl.int32, bitcast=True)
+    error = gl.reduce(gl.reduce(gl.reshape(error, (HEADS // 8, 8, DIM)), 2, _or), 1, _or)  # within warps
+    to.inexact.store(error)
+    # dimension: lane, word, half, nibble; place: word, half, lane, nibble
+    whole = gl.reshape(shifted.to(gl.int32, bitcast=True).to(gl.int8), (HEADS, 4, 4, 2, 4))
+    to.q.index(0).store(gl.reshape(gl.permute(whole, (0, 2, 3, 1, 4)), (HEADS, DIM)))
+    power = ((exponent - 11) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 133 - 5)
     _store_by_lane(w * power, to.weights.index(0), HEADS)
 
 
@@ -472,18 +437,13 @@ def _places():
 
 
 @gluon.jit
-def _of_pair(sums, places):
-    """Of a thread's two keys the sum that is its own, and what the other lane of its pair has of it."""
-    low, high = sums
+def _add_lanes(sums, places):
+    """The scores of lanes' places, from what the four lanes that share keys hold."""
+    second = (places & KEYS) != 0
+    low = gl.where(second, sums.low_b, sums.low_a) + _from_lane(gl.where(second, sums.low_a, sums.low_b), 2)
+    high = gl.where(second, sums.high_b, sums.high_a) + _from_lane(gl.where(second, sums.high_a, sums.high_b), 2)
     odd = (places & 8) != 0
-    return gl.where(odd, high, low), _from_lane(gl.where(odd, low, high), 1)
-
-
-@gluon.jit
-def _add_pairs(first, second, places):
-    """The sums of lanes' places, from what the two pairs of lanes that share keys hold of two tiles."""
-    of_second = (places & KEYS) != 0
-    return gl.where(of_second, second, first) + _from_lane(gl.where(of_second, first, second), 2)
+    return (gl.where(odd, high, low) + _from_lane(gl.where(odd, low, high), 1)) * sums.scales
 
 
 @gluon.jit
@@ -494,16 +454,16 @@ def _output_from(to, row, tile):
 
 
 @gluon.jit
-def _store(scores, place, MAXIMA: gl.constexpr):
+def _store(scores, at, best_at, entry, reach, MAXIMA: gl.constexpr):
     """scores [warp, 8, lane] of entries from 0 on and below `reach`, and the maxima of a warp's 16 of a tile."""
-    seen = place.entry.to(gl.uint32) < place.reach.to(gl.uint32)
-    gl.store(place.scores + place.entry, scores, mask=seen)
+    seen = entry.to(gl.uint32) < reach.to(gl.uint32)
+    gl.store(at + entry, scores, mask=seen)
     if MAXIMA:
         best = gl.reshape(gl.where(seen, scores, -float("inf")), (4, 8, 2, 2))
         best = gl.max(gl.max(best, 3), 1)  # one after the other: lanes of one reduction must lie side by side
         best = gl.convert_layout(best, gl.SliceLayout(1, gl.SliceLayout(3, PAIRS)), assert_trivial=True)
         best = _pairs_to_lanes(gl.expand_dims(gl.expand_dims(best, 1), 3))
-        gl.store(place.maxima + (place.entry >> 4), best, mask=seen & ((place.entry & (WARP_KEYS - 1)) == 0))
+        gl.store(best_at + (entry >> 4), best, mask=seen & ((entry & (WARP_KEYS - 1)) == 0))
 
 
 @gluon.jit
@@ -516,66 +476,62 @@ def _wait(barriers, n):
 
 
 @gluon.jit
-def _next_use(stage, parity, STAGES: gl.constexpr):
-    """The stage of the use of a ring after that of `stage`, and the parity of its barriers: known before a loop begins again."""
-    is_last = stage == STAGES - 1
-    return gl.where(is_last, 0, stage + 1), parity ^ is_last.to(gl.int32)
+def _scales(shared, stage):
+    """Those of a stage, from a number per key of the ring's tiles."""
+    STAGES: gl.constexpr = shared.shape[0] // 2
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    return _load_scales(shared._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage))
 
 
 @gluon.jit
-def _by_stage(shared):
-    """A number per key of tiles as [STAGES, 128]."""
-    return shared._reinterpret(gl.int32, [shared.shape[0] // 2, 2 * KEYS], PLAIN)
-
-
-@gluon.jit
-def _score_tiles(ring, stage, queries, weights, before, place, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
-    """One query and the two tiles of a stage. A positive scale passes the relu."""
-    dots_a = _multiply(_take(ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
+def _sum_tiles(ring, stage, queries, weights, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """One query and the two tiles of a stage; beside them the scores of those before. A positive scale passes the relu."""
+    dots = _multiply(_take(ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
     keys = _take(ring, 2 * stage + 1, queries, HEADS)
-    scales = _load_scales(_by_stage(ring.factors).index(stage))
+    scales = _scales(ring.factors, stage)
     async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
-    dots_a = warpgroup_mma_wait(0, deps=(dots_a,))
-    dots_b = _multiply(keys, queries, 0, HEADS)
-    _finish(_of_pair(_lane_sums(dots_a, weights, HEADS), place.entry), scales, before, place, MAXIMA)
-    sums, of_other = _of_pair(_lane_sums(warpgroup_mma_wait(0, deps=(dots_b,)), weights, HEADS), place.entry)
-    return Before(sums, of_other, scales)
+    _store_scores(done, MAXIMA)
+    dots = warpgroup_mma_wait(0, deps=(dots,))
+    low_a, high_a = _lane_sums(dots, weights, HEADS)
+    dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
+    low_b, high_b = _lane_sums(dots, weights, HEADS)
+    return Sums(low_a, high_a, low_b, high_b, scales)
 
 
 @gluon.jit
-def _score_tiles_in_int8(keys_a, words, ring, stage, queries, weights, before, place, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _sum_tiles_in_int8(words, ring, stage, queries, weights, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """The same with both products at once, for which keys of 8 bits leave registers."""
-    dots_a = _multiply(keys_a, queries, 0, HEADS)
-    keys_b = _widen(words, ring, 2 * stage + 1, queries, HEADS)
-    scales = _load_scales(_by_stage(ring.largest).index(stage))
+    dots_a = _multiply(_widen(words, ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
+    keys = _take(ring, 2 * stage + 1, queries, HEADS)
+    scales = _scales(ring.largest, stage)
     async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
-    dots_b = _multiply(keys_b, queries, 0, HEADS)
+    dots_b = _multiply(keys, queries, 0, HEADS)
     dots_a = warpgroup_mma_wait(1, deps=(dots_a,))
-    _finish(_of_pair(_lane_sums(dots_a, weights, HEADS), place.entry), scales, before, place, MAXIMA)
-    sums, of_other = _of_pair(_lane_sums(warpgroup_mma_wait(0, deps=(dots_b,)), weights, HEADS), place.entry)
-    return Before(sums, of_other, scales)
+    low_a, high_a = _lane_sums(dots_a, weights, HEADS)
+    _store_scores(done, MAXIMA)
+    dots_b = warpgroup_mma_wait(0, deps=(dots_b,))
+    low_b, high_b = _lane_sums(dots_b, weights, HEADS)
+    return Sums(low_a, high_a, low_b, high_b, scales)
 
 
 @gluon.jit
-def _score_tiles_in_turn(ring, stage, queries, before, place, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _sum_tiles_in_turn(words, ring, stage, queries, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """The same in fewer registers, of keys that are widened with their scales."""
-    ones = gl.full([4, 8, 4], 1.0, gl.float32, LANES)
-    keys = _take(ring, 2 * stage, queries, HEADS)
+    _store_scores(done, MAXIMA)
+    keys = _widen(words, ring, 2 * stage, queries, HEADS)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
-    first = _of_pair(_lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS), place.entry)
-    _finish(first, ones, before, place, MAXIMA)
+    low_a, high_a = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
     keys = _take(ring, 2 * stage + 1, queries, HEADS)
     async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
-    sums, of_other = _of_pair(_lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS), place.entry)
-    return Before(sums, of_other, ones)
+    low_b, high_b = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
+    return Sums(low_a, high_a, low_b, high_b, gl.full([4, 8, 4], 1.0, gl.float32, LANES))
 
 
 @gluon.jit
-def _finish(first, scales, before, place, MAXIMA: gl.constexpr):
-    """The scores of a stage's first tile and of the tile before it."""
-    sums = _add_pairs(first[0] + first[1], before.sums + before.of_other, place.entry)
-    _store(sums * gl.where((place.entry & KEYS) != 0, before.scales, scales), place, MAXIMA)
+def _store_scores(done, MAXIMA: gl.constexpr):
+    """Of two tiles whose sums are known."""
+    _store(_add_lanes(done.sums, done.entry), done.at, done.best_at, done.entry, done.reach, MAXIMA)
 
 
 @gluon.jit
@@ -592,23 +548,23 @@ def _score_queries(ring, stage, queries, to, query, tile, work, count, places, H
     for j in gl.static_range(0, QUERIES, 2):
         next_dots = _multiply(keys, queries, j + 1, HEADS)
         dots = warpgroup_mma_wait(1, deps=(dots,))
-        first = _of_pair(_lane_sums(dots, _load_weights(queries, j, HEADS), HEADS), places)
+        low_a, high_a = _lane_sums(dots, _load_weights(queries, j, HEADS), HEADS)
         if j + 2 < QUERIES:
             dots = _multiply(keys, queries, j + 2, HEADS)
             next_dots = warpgroup_mma_wait(1, deps=(next_dots,))
         else:
             next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
-        second = _of_pair(_lane_sums(next_dots, _load_weights(queries, j + 1, HEADS), HEADS), places)
-        scores = _add_pairs(first[0] + first[1], second[0] + second[1], places) * scales
+        low_b, high_b = _lane_sums(next_dots, _load_weights(queries, j + 1, HEADS), HEADS)
+        scores = _add_lanes(Sums(low_a, high_a, low_b, high_b, scales), places)
         of_lane = j + places // KEYS
         reach = gl.minimum(gl.load(work.visible + query + of_lane, mask=of_lane < count, other=0), work.num_entries)
-        of_scores, of_maxima = _output_from(to, query + of_lane, tile)
-        _store(scores, Place(of_scores, of_maxima, places % KEYS, gl.maximum(reach - tile * KEYS, 0)), MAXIMA)
+        at, best_at = _output_from(to, query + of_lane, tile)
+        _store(scores, at, best_at, places % KEYS, gl.maximum(reach - tile * KEYS, 0), MAXIMA)
 
 
 @gluon.jit
 def _is_wide(ring, stage):
-    return gl.reduce(ring.wide.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0, _or)
+    return gl.reduce(ring.wide.index(stage).load(gl.BlockedLayout([2], [32], [4], [0])), 0, _or)
 
 
 @gluon.jit
@@ -625,60 +581,48 @@ def _rows_from(work, first, before, QUERIES: gl.constexpr, WARPS: gl.constexpr):
             of_row = rows % blocks * QUERIES + j
             inside = (rows < work.num_rows) & (of_row < work.b)
             seen = gl.maximum(seen, gl.load(work.visible + rows // blocks * work.b + of_row, mask=inside, other=0))
-    tiles = (gl.minimum(seen, work.num_entries) + KEYS - 1).to(gl.uint32) // KEYS
-    ends = before + gl.associative_scan(tiles.to(gl.int32), 0, plus)
+    ends = before + gl.associative_scan((gl.minimum(seen, work.num_entries) + KEYS - 1) // KEYS, 0, plus)
     return Rows(first, before, ends, gl.max(ends, 0))
 
 
 @gluon.jit
-def _share(work, PROGRAMS: gl.constexpr, QUERIES: gl.constexpr):
-    """This program's, found by four warps."""
-    rows = _rows_from(work, 0, 0, QUERIES, 4)
+def _shares(work, QUERIES: gl.constexpr, WARPS: gl.constexpr):
+    """The first rows, and the first and the end of this program's tiles among those of all rows."""
+    rows = _rows_from(work, 0, 0, QUERIES, WARPS)
     total = rows.last
     for first in range(ROWS, work.num_rows, ROWS):
-        total = _rows_from(work, first, total, QUERIES, 4).last
-    share = (total.to(gl.uint32) // PROGRAMS).to(gl.int32)
-    rest = total - share * PROGRAMS
-    begin = _uniform(gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest))
-    end = _uniform(begin + share + (gl.program_id(0) < rest).to(gl.int32))
-    return _row_at(work, rows, begin, end, QUERIES, 4)
+        total = _rows_from(work, first, total, QUERIES, WARPS).last
+    share = total // gl.num_programs(0)
+    rest = total - share * gl.num_programs(0)
+    begin = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
+    return rows, _uniform(begin), _uniform(begin + share + (gl.program_id(0) < rest).to(gl.int32))
 
 
 @gluon.jit
-def _row_at(work, rows, begin, end, QUERIES: gl.constexpr, WARPS: gl.constexpr):
-    """The share from `begin` on, whose row is in none before `rows`."""
-    while (rows.last <= begin) & (rows.first + ROWS < work.num_rows):
+def _row_at(work, rows, tile, QUERIES: gl.constexpr, WARPS: gl.constexpr):
+    """The rows among which is that of `tile`, if it is in none before `rows`; its number; and where it begins and ends among all tiles."""
+    while rows.last <= tile:
         rows = _rows_from(work, rows.first + ROWS, rows.last, QUERIES, WARPS)
-    passed = rows.ends <= begin
+    passed = rows.ends <= tile
     row = rows.first + gl.sum(passed.to(gl.int32), 0)
-    row_begin = gl.max(gl.where(passed, rows.ends, rows.before), 0)
-    row_end = gl.min(gl.where(passed, rows.last, rows.ends), 0)
-    return Share(begin, end, _uniform(row), _uniform(row_begin), _uniform(row_end), rows.first, rows.before)
+    begin, end = gl.max(gl.where(passed, rows.ends, rows.before), 0), gl.min(gl.where(passed, rows.last, rows.ends), 0)
+    return rows, _uniform(row), _uniform(begin), _uniform(end)
 
 
 @gluon.jit
-def _rest(work, share, begin, QUERIES: gl.constexpr, WARPS: gl.constexpr):
-    """Of a share, from `begin` on, where rows meet. They are looked at once more, rather than kept in registers."""
-    if begin < share.end:
-        rows = _rows_from(work, share.looked_from, share.before, QUERIES, WARPS)
-        share = _row_at(work, rows, begin, share.end, QUERIES, WARPS)
-    else:
-        share = Share(begin, share.end, share.row, share.row_begin, share.row_end, share.looked_from, share.before)
-    return share
-
-
-@gluon.jit
-def _bring(work, share, keys, scales, page_table, table_stride, ring, QUERIES: gl.constexpr, TILES: gl.constexpr):
+def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.constexpr, TILES: gl.constexpr):
     """The role of one warp: this program's tiles into the ring."""
     STAGES: gl.constexpr = ring.full.shape[0]
     ITEMS: gl.constexpr = ring.words.shape[0] // STAGES
+    rows, begin, end = _shares(work, QUERIES, 1)
     blocks = (work.b + QUERIES - 1) // QUERIES
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     n = 0
-    while share.begin < share.end:
-        stop = gl.minimum(share.end, share.row_end)
-        first, last = share.begin - share.row_begin, stop - share.row_begin
-        table = page_table + (share.row.to(gl.uint32) // blocks.to(gl.uint32)).to(gl.int64) * table_stride
+    while begin < end:
+        rows, row, row_begin, row_end = _row_at(work, rows, begin, QUERIES, 1)
+        stop = gl.minimum(end, row_end)
+        first, last = begin - row_begin, stop - row_begin
+        table = page_table + (row // blocks).to(gl.int64) * table_stride
         for group in range(first, last, 32):
             pages = gl.load(table + (group + lane) // TILES, mask=group + lane < last, other=0)
             for i in range(0, gl.minimum(last - group, 32), ITEMS):
@@ -693,52 +637,61 @@ def _bring(work, share, keys, scales, page_table, table_stride, ring, QUERIES: g
                     tma.async_copy_global_to_shared(keys, [page, part * ring.words.shape[2], 0], full, ring.words.index(place))
                     tma.async_copy_global_to_shared(scales, [page, part * KEYS], full, ring.factors.index(place))
                 n += 1
-        share = _rest(work, share, stop, QUERIES, 1)
+        begin = stop
+        if begin < end:
+            rows = _rows_from(work, rows.first, rows.before, QUERIES, 1)  # once more, rather than kept in few registers
 
 
 @gluon.jit
-def _look_ahead(work, share, ring, TURN: gl.constexpr):
-    """The role of two warps that take turns: what products in int8 need of the scales, and whether a key's are more than a factor of four
-    apart. A warp sees each use of its stages: one that missed some could take what a barrier says of one use as of the one before.
+def _look_ahead(work, ring):
+    """The role of two warps, one per tile: what products in int8 need of the scales, and whether a key's are more than a factor of four
+    apart.
     """
-    gl.static_assert(ring.full.shape[0] % 2 == 0)
+    rows, begin, end = _shares(work, 1, 2)
     n = 0
-    while share.begin < share.end:
-        stop = gl.minimum(share.end, share.row_end)
-        for _ in range(share.begin, stop, 2):
-            if n % 2 == TURN:
-                stage = _wait(ring.full, n)
-                _prepare(ring, stage)
-                gl.thread_barrier()
-                mbarrier.arrive(ring.checked.index(stage))
+    while begin < end:
+        rows, _, _, row_end = _row_at(work, rows, begin, 1, 2)
+        stop = gl.minimum(end, row_end)
+        for _ in range(begin, stop, 2):
+            stage = _wait(ring.full, n)
+            _prepare(ring, stage)
+            gl.thread_barrier()
+            mbarrier.arrive(ring.checked.index(stage))
             n += 1
-        share = _rest(work, share, stop, 1, 1)
+        begin = stop
+        if begin < end:
+            rows = _rows_from(work, rows.first, rows.before, 1, 2)
 
 
 @gluon.jit
 def _prepare(ring, stage):
     """Of the keys of a stage: the largest scale times 2^24, and for each of four scales 4, 2 or 1 where it is that, a half, a quarter of
-    it; and not 0 where a scale of any is less still.
+    it; and not 0 for a tile where a scale is less still.
     """
-    FOURS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    factors = _by_stage(ring.factors).index(stage).load(FOURS)
+    STAGES: gl.constexpr = ring.full.shape[0]
+    PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [2], [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    factors = ring.factors._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).load(PAIRS)
     largest, units, missing = gl.inline_asm_elementwise(
         """{
-        .reg .b32 even, odd, most, less;
+        .reg .b32 even, odd, most, other, sel, seven;
         prmt.b32 even, $3, 0, 0x4240;
         prmt.b32 odd, $3, 0, 0x4341;
         max.u16x2 most, even, odd;
-        prmt.b32 even, most, most, 0x1032;
-        max.u16x2 most, most, even;
+        prmt.b32 other, most, most, 0x1032;
+        max.u16x2 most, most, other;
         mad.lo.u32 $0, most, 0x00800000, 0x0c000000;
-        mul.lo.u32 most, most, 0x0101;
-        sub.u32 less, most, $3;
-        mad.lo.u32 $1, less, -2, 0x04040404;
-        shr.u32 even, less, 1;
-        and.b32 even, even, 0x01010101;
-        add.u32 $1, $1, even;
-        add.u32 $2, less, 0x7d7d7d7d;
-        lop3.b32 $2, $2, less, 0x80808080, 0xa8;
+        sub.u32 even, most, even;
+        sub.u32 odd, most, odd;
+        mov.b32 seven, 0x00070007;
+        min.u16x2 even, even, seven;
+        min.u16x2 odd, odd, seven;
+        mad.lo.u32 sel, odd, 16, even;
+        shr.u32 other, sel, 8;
+        or.b32 sel, sel, other;
+        prmt.b32 $1, 0x00010204, 0, sel;
+        sub.u32 $2, $1, 0x01010101;
+        lop3.b32 $2, $2, $1, 0x80808080, 0x20;
         }""",
         "=&r,=&r,=&r,r",
         [factors],
@@ -746,37 +699,35 @@ def _prepare(ring, stage):
         is_pure=True,
         pack=1,
     )
-    _by_stage(ring.largest).index(stage).store(largest)
-    _by_stage(ring.units).index(stage).store(units)
-    ring.wide.index(stage).store(gl.reduce(gl.reshape(missing, (1, 2 * KEYS)), 1, _or))
+    ring.largest._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).store(largest)
+    ring.units._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).store(units)
+    ring.wide.index(stage).store(gl.reduce(gl.reshape(missing, (2, KEYS)), 1, _or))  # within warps
 
 
 @gluon.jit
-def _score(work, share, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """The role of four warps: scores of this program's tiles."""
     QUERIES: gl.constexpr = queries.q.shape[0]
     MIXED: gl.constexpr = queries.q.dtype == gl.int8
-    if share.begin >= share.end:
+    rows, begin, end = _shares(work, QUERIES, 4)
+    if begin >= end:
         gdc_wait()  # or the kernel after the next might start too early
     blocks = (work.b + QUERIES - 1) // QUERIES
     places = _places()
-    stage, parity = 0, 0
-    is_first = True
-    while share.begin < share.end:
-        row, stop = share.row, gl.minimum(share.end, share.row_end)
-        first, last = share.begin - share.row_begin, stop - share.row_begin
-        if QUERIES == 1:
-            query, count = row.to(gl.int64), 1
-        else:
-            query = (row // blocks * work.b + row % blocks * QUERIES).to(gl.int64)
-            count = gl.minimum(work.b - row % blocks * QUERIES, QUERIES)
+    n = 0
+    while begin < end:
+        rows, row, row_begin, row_end = _row_at(work, rows, begin, QUERIES, 4)
+        stop = gl.minimum(end, row_end)
+        first, last = begin - row_begin, stop - row_begin
+        begin = stop
+        query = (row // blocks * work.b + row % blocks * QUERIES).to(gl.int64)
+        count = gl.minimum(work.b - row % blocks * QUERIES, QUERIES)
         reach = gl.minimum(gl.minimum(gl.load(work.visible + query), work.num_entries), last * KEYS)
         precise_is_there = False
         gl.thread_barrier()
-        if is_first:
+        if n == 0:
             gdc_wait()  # now that addresses are known, which the compiler would compute after a wait without a condition
             gdc_launch_dependents()  # what follows waits for this kernel's end by itself
-        is_first = False
         for j in gl.static_range(QUERIES):
             of_query = weights + (query + gl.minimum(j, count - 1)) * HEADS
             if MIXED:
@@ -789,42 +740,42 @@ def _score(work, share, q, weights, to, ring, queries, precise, HEADS: gl.conste
         if QUERIES == 1:
             of_heads = _load_weights(queries, 0, HEADS)
             if MIXED:
-                inexact = queries.inexact.load(gl.BlockedLayout([queries.inexact.shape[0]], [32], [4], [0]))
+                inexact = queries.inexact.load(gl.BlockedLayout([HEADS // 8], [32], [4], [0]))
                 # as one register: of an `or` the compiler would leave the last step to the loop
                 inexact = gl.max(inexact.to(gl.uint32), 0).to(gl.int32)
             zeros = gl.zeros([4, 8, 4], gl.float32, LANES)
-            before = Before(zeros, zeros, zeros)
-            scores, maxima = _output_from(to, query, first)
-            place = Place(scores, maxima, places % KEYS - places // KEYS * KEYS, reach - first * KEYS)
+            sums = Sums(zeros, zeros, zeros, zeros, zeros)
+            entry = places - 2 * KEYS  # before `first`: not stored
+            at, best_at = _output_from(to, query, first)
+            reach -= first * KEYS
             for _ in range(first, last, 2):
-                mbarrier.wait(ring.checked.index(stage), parity)
+                stage = _wait(ring.checked, n)
+                n += 1
+                done = Done(sums, entry, at, best_at, reach)
                 if MIXED:
                     words = _load_words(ring.words.index(2 * stage))
-                    words_b = _again(_load_words(ring.words.index(2 * stage + 1)))  # here, not where they are needed
-                    wide = _is_wide(ring, stage)
-                    keys = _widen(words, ring, 2 * stage, queries, HEADS)
-                    if (inexact | wide) != 0:
+                    if (inexact | _is_wide(ring, stage)) != 0:
                         if not precise_is_there:
-                            here = _again(row)
+                            here = _again(row // blocks * work.b + row % blocks)
                             values = _load_query(q + here.to(gl.int64) * (HEADS * DIM), True, HEADS)
                             _store_query(values, weights + here.to(gl.int64) * HEADS, precise, 0, HEADS)
                             fence_async_shared()
                             gl.thread_barrier()
                             precise_is_there = True
-                        before = _score_tiles_in_turn(ring, stage, precise, before, place, HEADS, MAXIMA)
+                        sums = _sum_tiles_in_turn(words, ring, stage, precise, done, HEADS, MAXIMA)
                     else:
-                        before = _score_tiles_in_int8(keys, words_b, ring, stage, queries, of_heads, before, place, HEADS, MAXIMA)
+                        sums = _sum_tiles_in_int8(words, ring, stage, queries, of_heads, done, HEADS, MAXIMA)
                 else:
-                    before = _score_tiles(ring, stage, queries, of_heads, before, place, HEADS, MAXIMA)
-                place = Place(place.scores, place.maxima, place.entry + 2 * KEYS, place.reach)
-                stage, parity = _next_use(stage, parity, ring.full.shape[0])
-            _finish((zeros, zeros), zeros, before, place, MAXIMA)
+                    sums = _sum_tiles(ring, stage, queries, of_heads, done, HEADS, MAXIMA)
+                entry += 2 * KEYS
+            _store_scores(Done(sums, entry, at, best_at, reach), MAXIMA)
         else:
             for tile in range(first, last):
-                mbarrier.wait(ring.full.index(stage), parity)
+                stage = _wait(ring.full, n)
                 _score_queries(ring, stage, queries, to, query, tile, work, count, places, HEADS, MAXIMA)
-                stage, parity = _next_use(stage, parity, ring.full.shape[0])
-        share = _rest(work, share, stop, QUERIES, 4)
+                n += 1
+        if begin < end:
+            rows = _rows_from(work, rows.first, rows.before, QUERIES, 4)
 
 
 POINTERS = {"weights": "*fp32", "page_table": "*i32", "visible": "*i32", "out": "*fp32", "maxima": "*fp32"}
@@ -854,7 +805,6 @@ def _index_score_kernel_sm90(
     MAXIMA: gl.constexpr,
     TILES: gl.constexpr,  # per page
     STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr,  # of the launch: all roles wait for a division by it
 ):
     """A row of work is QUERIES queries of a sequence against its pages; programs take equal shares of all rows' tiles."""
     FP4: gl.constexpr = LAYOUT == "index_mxfp4"
@@ -863,8 +813,6 @@ def _index_score_kernel_sm90(
     WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(4 if HEADS > 8 else 2, 2, 2 if HEADS == 64 else 1, order=[1, 0])
     WIDE: gl.constexpr = gl.bfloat16 if FP4 else gl.float16
     ITEMS: gl.constexpr = 2 if QUERIES == 1 else 1  # tiles of a stage
-    work = Work(visible, num_rows, b, num_entries)
-    share = _share(work, PROGRAMS, QUERIES)
     words = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS // 2 if FP4 else KEYS, 32], keys.layout)
     factors = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], scales.layout)
     full, empty = allocate_barriers(STAGES), allocate_barriers(STAGES, 128)
@@ -872,36 +820,37 @@ def _index_score_kernel_sm90(
     w_shared = gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS)
     precise = Queries(q_shared, w_shared)
     if MIXED:
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
         SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM], gl.int8)
-        largest = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, KEYS], PLAIN)
-        units = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, KEYS], PLAIN)
-        wide = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
+        largest = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
+        units = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
+        wide = gl.allocate_shared_memory(gl.int32, [STAGES, 2], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
         ring = Ring(words, factors, full, empty, largest, units, wide, allocate_barriers(STAGES))
         queries = Queries(
             gl.allocate_shared_memory(gl.int8, [QUERIES, HEADS, DIM], SHARED),
             gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS),
-            gl.allocate_shared_memory(gl.int32, [4 if HEADS > 16 else HEADS // 8], PLAIN),
+            gl.allocate_shared_memory(gl.int32, [HEADS // 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
         )
     else:
         ring = Ring(words, factors, full, empty, factors, factors, factors, full)
         queries = precise
+    work = Work(visible, num_rows, b, num_entries)
     to = Output(out, out_stride, maxima, maxima_stride)
     if MIXED:
         gl.warp_specialize(
             [
-                (_score, (work, share, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
-                (_bring, (work, share, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
-                (_look_ahead, (work, share, ring, 0)),
-                (_look_ahead, (work, share, ring, 1)),
+                (_score, (work, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
+                (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
+                (_look_ahead, (work, ring)),
             ],
-            [1, 1, 1],
-            [24, 24, 24],
+            [1, 2],
+            [24, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (_score, (work, share, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
-                (_bring, (work, share, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
+                (_score, (work, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
+                (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
             ],
             [1],
             [24 if QUERIES == 1 else 40],
@@ -996,7 +945,6 @@ def index_score(
         MAXIMA=maxima is not None,
         TILES=entries_per_page // KEYS_PER_TILE,
         STAGES=config.stages,
-        PROGRAMS=config.programs,
         num_warps=4,
         maxnreg=config.registers,
         launch_pdl=True,
@@ -1029,7 +977,6 @@ def aot_cases() -> list[AotCase]:
                 "MAXIMA": True,
                 "TILES": 1,
                 "STAGES": 2 if queries == 1 else 4,
-                "PROGRAMS": 396,
             },
             num_warps=4,
             aligned=("q",),
