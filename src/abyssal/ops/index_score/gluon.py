@@ -19,7 +19,6 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -489,7 +488,8 @@ def _sum_tiles(ring, stage, queries, weights, done, HEADS: gl.constexpr, MAXIMA:
     dots = _multiply(_take(ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
     keys = _take(ring, 2 * stage + 1, queries, HEADS)
     scales = _scales(ring.factors, stage)
-    async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(stage))
     _store_scores(done, MAXIMA)
     dots = warpgroup_mma_wait(0, deps=(dots,))
     low_a, high_a = _lane_sums(dots, weights, HEADS)
@@ -504,7 +504,8 @@ def _sum_tiles_in_int8(words, ring, stage, queries, weights, done, HEADS: gl.con
     dots_a = _multiply(_widen(words, ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
     keys = _take(ring, 2 * stage + 1, queries, HEADS)
     scales = _scales(ring.largest, stage)
-    async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(stage))
     dots_b = _multiply(keys, queries, 0, HEADS)
     dots_a = warpgroup_mma_wait(1, deps=(dots_a,))
     low_a, high_a = _lane_sums(dots_a, weights, HEADS)
@@ -522,7 +523,8 @@ def _sum_tiles_in_turn(words, ring, stage, queries, done, HEADS: gl.constexpr, M
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
     low_a, high_a = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
     keys = _take(ring, 2 * stage + 1, queries, HEADS)
-    async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(stage))
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
     low_b, high_b = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
     return Sums(low_a, high_a, low_b, high_b, gl.full([4, 8, 4], 1.0, gl.float32, LANES))
@@ -544,7 +546,8 @@ def _score_queries(ring, stage, queries, to, query, tile, work, count, places, H
     else:
         scales = gl.full([4, 8, 4], 1.0, gl.float32, LANES)
     dots = _multiply(keys, queries, 0, HEADS)
-    async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(stage))
     for j in gl.static_range(0, QUERIES, 2):
         next_dots = _multiply(keys, queries, j + 1, HEADS)
         dots = warpgroup_mma_wait(1, deps=(dots,))
@@ -815,7 +818,7 @@ def _index_score_kernel_sm90(
     ITEMS: gl.constexpr = 2 if QUERIES == 1 else 1  # tiles of a stage
     words = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS // 2 if FP4 else KEYS, 32], keys.layout)
     factors = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], scales.layout)
-    full, empty = allocate_barriers(STAGES), allocate_barriers(STAGES, 128)
+    full, empty = allocate_barriers(STAGES), allocate_barriers(STAGES)
     q_shared = gl.allocate_shared_memory(WIDE, [QUERIES, HEADS, DIM], gl.NVMMASharedLayout.get_default_for([HEADS, DIM], WIDE))
     w_shared = gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS)
     precise = Queries(q_shared, w_shared)
