@@ -42,7 +42,11 @@ ROWS = gl.constexpr(128)  # of work, whose lengths a role looks at together
 LANES = gl.constexpr(
     gl.DistributedLinearLayout([], [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 8, 4])
 )  # [warp, 8, lane]: a number per thread
-BEST = gl.constexpr(gl.DistributedLinearLayout([], [[0, 0], [0, 1], [0, 0], [0, 0], [0, 0]], [[1, 0], [2, 0]], [], [4, 2]))
+PAIRS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [], [[0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]], [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 8, 2, 2]
+    )
+)  # the same as [warp, 8, pair of lanes, lane of it]
 
 
 class Work(NamedTuple):
@@ -91,6 +95,26 @@ class Output(NamedTuple):
     maxima_stride: Any
 
 
+class Sums(NamedTuple):
+    """What lanes hold of the sums over heads of two tiles' keys, fp32 [warp, 8, lane] each, and the scales of their places."""
+
+    low_a: Any
+    high_a: Any
+    low_b: Any
+    high_b: Any
+    scales: Any
+
+
+class Done(NamedTuple):
+    """Two tiles whose scores are yet to be stored, and where."""
+
+    sums: Any
+    entry: Any  # from `at` on, not stored if it is none of the `reach` first
+    at: Any
+    best_at: Any
+    reach: Any
+
+
 @gluon.jit
 def _uniform(x):
     """The same number, of which the compiler then knows that all lanes have it: loops and addresses need fewer registers."""
@@ -128,16 +152,27 @@ def _load_words(shared):
 
 
 @gluon.jit
+def _pairs_to_lanes(values):
+    """[4, 8 or 1, 2, 2 or 1], each with PAIRS or a slice of it, to [warp, 8, lane]."""
+    values = gl.broadcast(values, gl.zeros([4, 8, 2, 2], gl.float32, PAIRS))[0]
+    return gl.convert_layout(gl.reshape(values, (4, 8, 4)), LANES, assert_trivial=True)
+
+
+@gluon.jit
 def _load_scales(shared):
-    """fp32 scales [warp, 8, lane] of the keys whose scores lanes hold in the end."""
-    OWN: gl.constexpr = gl.DistributedLinearLayout([], [[0, 8], [0, 0], [0, 1], [0, 2], [0, 4]], [[0, 16], [0, 32]], [], [1, 64])
-    WIDE: gl.constexpr = gl.DistributedLinearLayout(
-        [], [[0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]], [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 8, 2, 2]
-    )
-    scales = gl.permute(gl.reshape(shared.load(OWN).to(gl.float32, bitcast=True), (4, 2, 8)), (0, 2, 1))
-    scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(2, WIDE), assert_trivial=True), 2)
-    scales = gl.broadcast(scales, gl.zeros([4, 8, 2, 2], gl.float32, WIDE))[0]
+    """fp32 scales [warp, 8, lane] of two tiles' keys [128] whose scores lanes hold in the end."""
+    OWN: gl.constexpr = gl.DistributedLinearLayout([], [[8], [64], [1], [2], [4]], [[16], [32]], [], [128])
+    scales = gl.permute(gl.reshape(shared.load(OWN).to(gl.float32, bitcast=True), (2, 4, 2, 8)), (1, 3, 0, 2))
     return gl.convert_layout(gl.reshape(scales, (4, 8, 4)), LANES, assert_trivial=True)
+
+
+@gluon.jit
+def _load_scales_of_one(shared):
+    """The same of one tile's keys [1, 64], whose scores for two queries lanes hold."""
+    OWN: gl.constexpr = gl.DistributedLinearLayout([], [[0, 8], [0, 0], [0, 1], [0, 2], [0, 4]], [[0, 16], [0, 32]], [], [1, 64])
+    scales = gl.permute(gl.reshape(shared.load(OWN).to(gl.float32, bitcast=True), (4, 2, 8)), (0, 2, 1))
+    scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(2, PAIRS), assert_trivial=True), 2)
+    return _pairs_to_lanes(scales)
 
 
 @gluon.jit
@@ -323,7 +358,7 @@ def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
 
 @gluon.jit
 def _take(ring, place, queries, HEADS: gl.constexpr):
-    """A tile's keys, widened for a product with `queries`, and what scales their scores."""
+    """A tile's keys, widened for a product with `queries`."""
     return _widen(_load_words(ring.words.index(place)), ring, place, queries, HEADS)
 
 
@@ -332,11 +367,11 @@ def _widen(words, ring, place, queries, HEADS: gl.constexpr):
     """The same of a tile whose words a role already has."""
     MMA: gl.constexpr = _mma(HEADS, queries.q.dtype)
     if queries.q.dtype == gl.float16:
-        return _widen_fp8(words, MMA), _load_scales(ring.factors.index(place))
+        return _widen_fp8(words, MMA)
     elif queries.q.dtype == gl.int8:
-        return _widen_to_int8(words, _load_bytes(ring.units.index(place)), MMA), _load_scales(ring.largest.index(place))
+        return _widen_to_int8(words, _load_bytes(ring.units.index(place)), MMA)
     else:
-        return _widen_mxfp4(words, _load_bytes(ring.factors.index(place)), MMA), gl.full([4, 8, 4], 1.0, gl.float32, LANES)
+        return _widen_mxfp4(words, _load_bytes(ring.factors.index(place)), MMA)
 
 
 @gluon.jit
@@ -361,6 +396,12 @@ def _load_weights(queries, j: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
+def _add_products(a, weight_a, b, weight_b):
+    """For reductions: a sum times 1. A plain sum of products would be fused in another order from one kernel to the next."""
+    return gl.fma(b, weight_b, a * weight_a), 1.0
+
+
+@gluon.jit
 def _lane_sums(dots, weights, HEADS: gl.constexpr):
     """What each thread holds of its two keys' sums over heads, fp32 [warp, 8, lane] each."""
     if dots.dtype == gl.int32:
@@ -371,7 +412,8 @@ def _lane_sums(dots, weights, HEADS: gl.constexpr):
     else:
         # x + |x| is twice the relu, on the units that multiply: those that compare are the busiest
         terms = dots + gl.abs(dots)
-    sums = gl.sum(_by_lane(terms, HEADS) * gl.expand_dims(weights, 0), 2)
+    terms, weights = gl.broadcast(_by_lane(terms, HEADS), gl.expand_dims(weights, 0))
+    sums, _ = gl.reduce((terms, weights), 2, _add_products)
     low, high = gl.split(gl.permute(gl.reshape(sums, (4, 2, 8, 4)), (0, 2, 3, 1)))
     return gl.convert_layout(low, LANES, assert_trivial=True), gl.convert_layout(high, LANES, assert_trivial=True)
 
@@ -385,46 +427,42 @@ def _from_lane(values, distance: gl.constexpr):
 
 
 @gluon.jit
-def _add_lanes(low_a, high_a, low_b, high_b):
-    """Sums over the four lanes that share keys; each lane gets one: 0 and 1 those of the first two arguments, 2 and 3 of the others."""
-    _, _, lane = _places()
-    second = (lane & 2) != 0
-    low = gl.where(second, low_b, low_a) + _from_lane(gl.where(second, low_a, low_b), 2)
-    high = gl.where(second, high_b, high_a) + _from_lane(gl.where(second, high_a, high_b), 2)
-    odd = (lane & 1) != 0
-    return gl.where(odd, high, low) + _from_lane(gl.where(odd, low, high), 1)
-
-
-@gluon.jit
 def _places():
-    """The numbers of warp [4, 1, 1], key [1, 8, 1] and lane [1, 1, 4]."""
+    """Which of the 128 scores of two tiles a lane holds in the end, [warp, 8, lane]: those of the second in lanes 2 and 3."""
     warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))[:, None, None]
     key = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))[None, :, None]
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
-    return warp, key, lane
+    return _again(lane // 2 * KEYS + warp * WARP_KEYS + lane % 2 * 8 + key)
 
 
 @gluon.jit
-def _items(first, second):
-    """In lanes 0 and 1 the first, in 2 and 3 the second; the same for maxima; and the key of a tile whose score a lane holds."""
-    warp, key, lane = _places()
-    best = gl.arange(0, 2, gl.SliceLayout(0, BEST))[None, :]
-    own = warp * 16 + key + (lane & 1) * 8
-    return gl.where(lane < 2, first, second), gl.where(best == 0, first, second), own
+def _add_lanes(sums, places):
+    """The scores of lanes' places, from what the four lanes that share keys hold."""
+    second = (places & KEYS) != 0
+    low = gl.where(second, sums.low_b, sums.low_a) + _from_lane(gl.where(second, sums.low_a, sums.low_b), 2)
+    high = gl.where(second, sums.high_b, sums.high_a) + _from_lane(gl.where(second, sums.high_a, sums.high_b), 2)
+    odd = (places & 8) != 0
+    return (gl.where(odd, high, low) + _from_lane(gl.where(odd, low, high), 1)) * sums.scales
 
 
 @gluon.jit
-def _store(scores, to, row, best_row, tile, best_tile, reach, best_reach, MAXIMA: gl.constexpr):
-    """scores [warp, 8, lane] of a tile below `reach`, and the maxima [warp, 2] of a warp's 16 in lanes 0 and 1, and in lanes 2 and 3."""
-    _, _, own = _items(0, 0)
-    entry = tile * KEYS + own
-    gl.store(to.scores + row * to.stride + entry, scores, mask=entry < reach)
+def _output_from(to, row, tile):
+    """Where the scores and the maxima of a row begin that are those of `tile`."""
+    row = row.to(gl.int64)
+    return to.scores + row * to.stride + tile * KEYS, to.maxima + row * to.maxima_stride + tile * (KEYS // WARP_KEYS)
+
+
+@gluon.jit
+def _store(scores, at, best_at, entry, reach, MAXIMA: gl.constexpr):
+    """scores [warp, 8, lane] of entries from 0 on and below `reach`, and the maxima of a warp's 16 of a tile."""
+    seen = entry.to(gl.uint32) < reach.to(gl.uint32)
+    gl.store(at + entry, scores, mask=seen)
     if MAXIMA:
-        seen = gl.reshape(gl.where(entry < reach, scores, -float("inf")), (4, 8, 2, 2))
-        best = gl.max(gl.max(seen, 3), 1)  # one after the other: lanes of one reduction must lie side by side
-        group = best_tile * (KEYS // WARP_KEYS) + gl.arange(0, 4, gl.SliceLayout(1, BEST))[:, None]
-        best = gl.convert_layout(best, BEST, assert_trivial=True)
-        gl.store(to.maxima + best_row * to.maxima_stride + group, best, mask=group * WARP_KEYS < best_reach)
+        best = gl.reshape(gl.where(seen, scores, -float("inf")), (4, 8, 2, 2))
+        best = gl.max(gl.max(best, 3), 1)  # one after the other: lanes of one reduction must lie side by side
+        best = gl.convert_layout(best, gl.SliceLayout(1, gl.SliceLayout(3, PAIRS)), assert_trivial=True)
+        best = _pairs_to_lanes(gl.expand_dims(gl.expand_dims(best, 1), 3))
+        gl.store(best_at + (entry >> 4), best, mask=seen & ((entry & (WARP_KEYS - 1)) == 0))
 
 
 @gluon.jit
@@ -437,64 +475,76 @@ def _wait(barriers, n):
 
 
 @gluon.jit
-def _score_tiles(ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
-    """One query and the two tiles of a stage. A positive scale passes the relu."""
-    keys, scale_a = _take(ring, 2 * stage, queries, HEADS)
-    dots = _multiply(keys, queries, 0, HEADS)
-    keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
+def _scales(shared, stage):
+    """Those of a stage, from a number per key of the ring's tiles."""
+    STAGES: gl.constexpr = shared.shape[0] // 2
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    return _load_scales(shared._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage))
+
+
+@gluon.jit
+def _sum_tiles(ring, stage, queries, weights, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """One query and the two tiles of a stage; beside them the scores of those before. A positive scale passes the relu."""
+    dots = _multiply(_take(ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
+    keys = _take(ring, 2 * stage + 1, queries, HEADS)
+    scales = _scales(ring.factors, stage)
     gl.thread_barrier()
     mbarrier.arrive(ring.empty.index(stage))
+    _store_scores(done, MAXIMA)
     dots = warpgroup_mma_wait(0, deps=(dots,))
     low_a, high_a = _lane_sums(dots, weights, HEADS)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
     low_b, high_b = _lane_sums(dots, weights, HEADS)
-    _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
+    return Sums(low_a, high_a, low_b, high_b, scales)
 
 
 @gluon.jit
-def _score_tiles_in_int8(words, ring, stage, queries, weights, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _sum_tiles_in_int8(words, ring, stage, queries, weights, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """The same with both products at once, for which keys of 8 bits leave registers."""
-    keys, scale_a = _widen(words, ring, 2 * stage, queries, HEADS)
-    dots_a = _multiply(keys, queries, 0, HEADS)
-    keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
+    dots_a = _multiply(_widen(words, ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
+    keys = _take(ring, 2 * stage + 1, queries, HEADS)
+    scales = _scales(ring.largest, stage)
     gl.thread_barrier()
     mbarrier.arrive(ring.empty.index(stage))
     dots_b = _multiply(keys, queries, 0, HEADS)
     dots_a = warpgroup_mma_wait(1, deps=(dots_a,))
     low_a, high_a = _lane_sums(dots_a, weights, HEADS)
+    _store_scores(done, MAXIMA)
     dots_b = warpgroup_mma_wait(0, deps=(dots_b,))
     low_b, high_b = _lane_sums(dots_b, weights, HEADS)
-    _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
+    return Sums(low_a, high_a, low_b, high_b, scales)
 
 
 @gluon.jit
-def _score_tiles_in_turn(words, ring, stage, queries, to, query, tile, reach, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
-    """The same in fewer registers."""
-    keys, scale_a = _widen(words, ring, 2 * stage, queries, HEADS)
+def _sum_tiles_in_turn(words, ring, stage, queries, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """The same in fewer registers, of keys that are widened with their scales."""
+    _store_scores(done, MAXIMA)
+    keys = _widen(words, ring, 2 * stage, queries, HEADS)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
     low_a, high_a = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
-    keys, scale_b = _take(ring, 2 * stage + 1, queries, HEADS)
-    dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
+    keys = _take(ring, 2 * stage + 1, queries, HEADS)
     gl.thread_barrier()
     mbarrier.arrive(ring.empty.index(stage))
+    dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
     low_b, high_b = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
-    _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA)
+    return Sums(low_a, high_a, low_b, high_b, gl.full([4, 8, 4], 1.0, gl.float32, LANES))
 
 
 @gluon.jit
-def _finish(low_a, high_a, scale_a, low_b, high_b, scale_b, to, query, tile, reach, MAXIMA: gl.constexpr):
-    """The scores of a query and two tiles."""
-    _, _, lane = _places()
-    scores = _add_lanes(low_a, high_a, low_b, high_b) * gl.where(lane < 2, scale_a, scale_b)
-    of_lane, of_best, _ = _items(tile, tile + 1)
-    _store(scores, to, query, query, of_lane, of_best, reach, reach, MAXIMA)
+def _store_scores(done, MAXIMA: gl.constexpr):
+    """Of two tiles whose sums are known."""
+    _store(_add_lanes(done.sums, done.entry), done.at, done.best_at, done.entry, done.reach, MAXIMA)
 
 
 @gluon.jit
-def _score_queries(ring, stage, queries, to, query, tile, work, count, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score_queries(ring, stage, queries, to, query, tile, work, count, places, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """Several queries, `count` of which are real, and the tile of a stage."""
     QUERIES: gl.constexpr = queries.q.shape[0]
-    keys, scale = _take(ring, stage, queries, HEADS)
+    keys = _take(ring, stage, queries, HEADS)
+    if queries.q.dtype == gl.float16:
+        scales = _load_scales_of_one(ring.factors.index(stage))
+    else:
+        scales = gl.full([4, 8, 4], 1.0, gl.float32, LANES)
     dots = _multiply(keys, queries, 0, HEADS)
     gl.thread_barrier()
     mbarrier.arrive(ring.empty.index(stage))
@@ -508,11 +558,11 @@ def _score_queries(ring, stage, queries, to, query, tile, work, count, HEADS: gl
         else:
             next_dots = warpgroup_mma_wait(0, deps=(next_dots,))
         low_b, high_b = _lane_sums(next_dots, _load_weights(queries, j + 1, HEADS), HEADS)
-        scores = _add_lanes(low_a, high_a, low_b, high_b) * scale
-        of_lane, of_best, _ = _items(j, j + 1)
+        scores = _add_lanes(Sums(low_a, high_a, low_b, high_b, scales), places)
+        of_lane = j + places // KEYS
         reach = gl.minimum(gl.load(work.visible + query + of_lane, mask=of_lane < count, other=0), work.num_entries)
-        best_reach = gl.minimum(gl.load(work.visible + query + of_best, mask=of_best < count, other=0), work.num_entries)
-        _store(scores, to, query + of_lane, query + of_best, tile, tile, reach, best_reach, MAXIMA)
+        at, best_at = _output_from(to, query + of_lane, tile)
+        _store(scores, at, best_at, places % KEYS, gl.maximum(reach - tile * KEYS, 0), MAXIMA)
 
 
 @gluon.jit
@@ -666,6 +716,7 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
     if begin >= end:
         gdc_wait()  # or the kernel after the next might start too early
     blocks = (work.b + QUERIES - 1) // QUERIES
+    places = _places()
     n = 0
     while begin < end:
         rows, row, row_begin, row_end = _row_at(work, rows, begin, QUERIES, 4)
@@ -692,10 +743,18 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
         if QUERIES == 1:
             of_heads = _load_weights(queries, 0, HEADS)
             if MIXED:
-                inexact = _uniform(gl.reduce(queries.inexact.load(gl.BlockedLayout([HEADS // 8], [32], [4], [0])), 0, _or))
-            for tile in range(first, last, 2):
+                inexact = queries.inexact.load(gl.BlockedLayout([HEADS // 8], [32], [4], [0]))
+                # as one register: of an `or` the compiler would leave the last step to the loop
+                inexact = gl.max(inexact.to(gl.uint32), 0).to(gl.int32)
+            zeros = gl.zeros([4, 8, 4], gl.float32, LANES)
+            sums = Sums(zeros, zeros, zeros, zeros, zeros)
+            entry = places - 2 * KEYS  # before `first`: not stored
+            at, best_at = _output_from(to, query, first)
+            reach -= first * KEYS
+            for _ in range(first, last, 2):
                 stage = _wait(ring.checked, n)
                 n += 1
+                done = Done(sums, entry, at, best_at, reach)
                 if MIXED:
                     words = _load_words(ring.words.index(2 * stage))
                     if (inexact | _is_wide(ring, stage)) != 0:
@@ -706,15 +765,17 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
                             fence_async_shared()
                             gl.thread_barrier()
                             precise_is_there = True
-                        _score_tiles_in_turn(words, ring, stage, precise, to, query, tile, reach, HEADS, MAXIMA)
+                        sums = _sum_tiles_in_turn(words, ring, stage, precise, done, HEADS, MAXIMA)
                     else:
-                        _score_tiles_in_int8(words, ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
+                        sums = _sum_tiles_in_int8(words, ring, stage, queries, of_heads, done, HEADS, MAXIMA)
                 else:
-                    _score_tiles(ring, stage, queries, of_heads, to, query, tile, reach, HEADS, MAXIMA)
+                    sums = _sum_tiles(ring, stage, queries, of_heads, done, HEADS, MAXIMA)
+                entry += 2 * KEYS
+            _store_scores(Done(sums, entry, at, best_at, reach), MAXIMA)
         else:
             for tile in range(first, last):
                 stage = _wait(ring.full, n)
-                _score_queries(ring, stage, queries, to, query, tile, work, count, HEADS, MAXIMA)
+                _score_queries(ring, stage, queries, to, query, tile, work, count, places, HEADS, MAXIMA)
                 n += 1
         if begin < end:
             rows = _rows_from(work, rows.first, rows.before, QUERIES, 4)
