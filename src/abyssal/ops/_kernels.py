@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -105,6 +106,12 @@ class KernelOps:
 
             self._score = hopper_score.index_score
             gluon.append("index_score")
+        self._experts: Any = None  # the module of products over FP4 experts
+        if backend == "hopper" and not batch_invariant:
+            from abyssal.ops.moe import gluon as hopper_moe
+
+            self._experts = hopper_moe
+            gluon.append("moe")
         self._attention = partial(attention, batch_invariant=batch_invariant)
         self._handovers: list[Any] = []  # the last is in use, graphs may have captured the others
         self._reserve(max_tokens)
@@ -332,7 +339,12 @@ class KernelOps:
         return portable_hc.expand(streams, out, post, comb)
 
     def prepare_experts(self, layer: ExpertLayer) -> KernelExperts:
-        return prepare_experts(layer)
+        experts = prepare_experts(layer)
+        refusal = self._experts and self._experts.refusal(experts)
+        if refusal:
+            log.info("ops: moe Triton: %s", refusal)
+            self._experts = None  # all layers are alike
+        return experts if self._experts is None else replace(experts, products=self._experts.products)
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
         beside = self._shared if len(x) <= BESIDE_TOKENS else None
