@@ -275,10 +275,11 @@ def _bring(work, weights, scales, inputs, of_choices, ring, tokens, SECOND: gl.c
 
 @gluon.jit
 def _block(work, block):
-    """Expert, first place and end of a block of tokens; of one beyond all nothing that is used."""
+    """Expert, first place and end of a block of tokens; zeros where there is none."""
     block = gl.minimum(block, work.blocks - 1)
-    expert = gl.maximum(gl.load(work.plan + block), 0)
-    return expert, gl.load(work.plan + work.blocks + block), gl.load(work.plan + 2 * work.blocks + block)
+    expert = gl.load(work.plan + block)
+    start, end = gl.load(work.plan + work.blocks + block), gl.load(work.plan + 2 * work.blocks + block)
+    return gl.maximum(expert, 0), gl.where(expert >= 0, start, 0), gl.where(expert >= 0, end, 0)
 
 
 @gluon.jit
