@@ -170,14 +170,10 @@ REAL = {"v4": (4096, 2048, 128, "fp8"), "v4.1": (5120, 2304, 32, "fp8_32")}  # D
 TILES = [kernels.TileConfig.of(block) for block in kernels.STAGES]
 
 
-def prepare(layer: ExpertLayer) -> kernels.KernelExperts:
-    """As the engine does on Hopper."""
-    experts = kernels.prepare_experts(layer)
-    return experts if tiles.refusal(experts) else replace(experts, products=tiles.products)
-
-
 def run(layer: ExpertLayer, x: Tensor, ids: Tensor, config: kernels.MoeConfig | kernels.TileConfig | None = None) -> Tensor:
-    experts = prepare(layer) if isinstance(config, kernels.TileConfig) else kernels.prepare_experts(layer)
+    experts = kernels.prepare_experts(layer)
+    if isinstance(config, kernels.TileConfig):
+        experts = tiles.with_products(experts)
     return kernels.moe(x, ids, experts, config=config)
 
 
@@ -552,11 +548,11 @@ def test_tiles_of_parts_of_several_ranks(name: str) -> None:
     dim, inner, tile, shared = REAL[name]
     layer = random_layer(dim, inner, 24, 6, "fp4", tile, shared)
     x, ids = random_input(200, dim)
-    chosen, weights = kernels.choices_of(x, ids, prepare(layer))
+    chosen, weights = kernels.choices_of(x, ids, tiles.with_products(kernels.prepare_experts(layer)))
     chosen[7] = -1
     total = torch.zeros(200, dim, device=DEVICE)
     for first, stop in ((0, 1), (1, 16), (16, 24)):
-        cut = prepare(experts_of(layer, first, stop))
+        cut = tiles.with_products(kernels.prepare_experts(experts_of(layer, first, stop)))
         assert cut.products is not None
         total += kernels.part_of_experts(x, chosen, weights, cut, first)
     assert total[7].eq(0).all()
@@ -569,7 +565,7 @@ def test_tiles_of_parts_of_several_ranks(name: str) -> None:
 def test_a_token_keeps_its_bits_in_tiles(name: str) -> None:
     """Wherever in a tile, and among whichever others: one order of every sum."""
     dim, inner, tile, shared = REAL[name]
-    layer = prepare(random_layer(dim, inner, 8, 6, "fp4", tile, shared))
+    layer = tiles.with_products(kernels.prepare_experts(random_layer(dim, inner, 8, 6, "fp4", tile, shared)))
     x, ids = random_input(400, dim)
     order = torch.randperm(400, device=DEVICE)[:250]
     for config in TILES:

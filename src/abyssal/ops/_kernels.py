@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -107,6 +106,7 @@ class KernelOps:
             self._score = hopper_score.index_score
             gluon.append("index_score")
         self._experts: Any = None  # the module of products over FP4 experts
+        self._refused = False
         if backend == "hopper" and not batch_invariant:
             from abyssal.ops.moe import gluon as hopper_moe
 
@@ -340,11 +340,14 @@ class KernelOps:
 
     def prepare_experts(self, layer: ExpertLayer) -> KernelExperts:
         experts = prepare_experts(layer)
-        refusal = self._experts and self._experts.refusal(experts)
-        if refusal:
+        if self._experts is None:
+            return experts
+        refusal = self._experts.refusal(experts)
+        if refusal and not self._refused:
             log.info("ops: moe Triton: %s", refusal)
-            self._experts = None  # all layers are alike
-        return experts if self._experts is None else replace(experts, products=self._experts.products)
+            self._refused = True
+        prepared: KernelExperts = self._experts.with_products(experts)
+        return prepared
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
         beside = self._shared if len(x) <= BESIDE_TOKENS else None

@@ -12,6 +12,7 @@ Which rows of 64 a warp and a lane hold is free. Eight lanes that load together 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -497,6 +498,11 @@ def refusal(experts: KernelExperts) -> str | None:
     if experts.w2.tile not in (None, 32, 64, 128):
         return f"a scale of hidden values for each {experts.w2.tile}, not 32, 64 or 128"
     return None
+
+
+def with_products(experts: KernelExperts) -> KernelExperts:
+    """Experts whose products of many tokens are this module's, unless it refuses them."""
+    return experts if refusal(experts) else replace(experts, products=products)
 
 
 def products(choice: Choice, experts: KernelExperts, blocks: Blocks, config: TileConfig) -> Tensor:
