@@ -31,9 +31,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.ops._aot import HOPPER, AotCase
-from abyssal.ops._records import power_of_two, round_like, scale_exponent
+from abyssal.ops._records import power_of_two, scale_exponent
 from abyssal.ops.index_score._paged import multiprocessors
-from abyssal.ops.moe.triton import STAGES, Blocks, Choice, KernelExperts, TileConfig, swiglu
+from abyssal.ops.moe.triton import STAGES, Blocks, Choice, KernelExperts, TileConfig
 
 COLUMNS = gl.constexpr(256)  # of a stage: 128 bytes of a row's codes
 ROWS = gl.constexpr(256)  # of a tile
@@ -79,7 +79,7 @@ class Tokens(NamedTuple):
 class Largest(NamedTuple):
     """Through which the two roles tell each other the largest magnitude of a token's hidden values."""
 
-    magnitudes: Any  # fp32 [4, TOKENS]: of two tiles in turn, by role
+    magnitudes: Any  # int32 [4, TOKENS / 2], bf16 of each two tokens: of two tiles in turn, by role
     known: Any
 
 
@@ -382,8 +382,85 @@ def _store_output(acc, first, slot, to, tokens, OUT: gl.constexpr):
 
 
 @gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b)
+def _tokens_apart(x):
+    """[64, TOKENS] -> the first and the second of every two tokens."""
+    return gl.split(gl.reshape(x, (64, x.shape[1] // 2, 2)))
+
+
+@gluon.jit
+def _like(x, pairs):
+    """Numbers of each two tokens [TOKENS / 2] beside [.., TOKENS / 2]."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(0, pairs.type.layout), assert_trivial=True), 0)
+
+
+@gluon.jit
+def _swiglu(gate, up, weight, limit):
+    """2^-32 times gate and up [64, TOKENS], fp32 weights [TOKENS] -> hidden values of each two tokens, bf16, in an int32 [64, TOKENS / 2].
+
+    As in `triton.py`: silu(min(gate, limit)) clamp(up, -limit, limit) weight, gate and up rounded to bf16. Factors 2^32 and 2^64 are part
+    of constants.
+    """
+    gate_0, gate_1 = _tokens_apart(gate)
+    up_0, up_1 = _tokens_apart(up)
+    weight_0, weight_1 = gl.split(gl.reshape(weight * 18446744073709551616.0, (weight.shape[0] // 2, 2)))
+    bound = gl.full_like(gate_0, limit * 2.3283064365386963e-10)
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 both;
+        .reg .f32 g, h, u, v, e, f, low;
+        neg.f32 low, $7;
+        cvt.rn.bf16x2.f32 both, $2, $1; shl.b32 g, both, 16; and.b32 h, both, 0xffff0000;
+        cvt.rn.bf16x2.f32 both, $4, $3; shl.b32 u, both, 16; and.b32 v, both, 0xffff0000;
+        min.NaN.f32 g, g, $7; min.NaN.f32 h, h, $7;
+        min.NaN.f32 u, u, $7; min.NaN.f32 v, v, $7; max.NaN.f32 u, u, low; max.NaN.f32 v, v, low;
+        mul.f32 e, g, 0fCFB8AA3B; mul.f32 f, h, 0fCFB8AA3B;
+        ex2.approx.ftz.f32 e, e; ex2.approx.ftz.f32 f, f;
+        add.f32 e, e, 0f3F800000; add.f32 f, f, 0f3F800000;
+        rcp.approx.ftz.f32 e, e; rcp.approx.ftz.f32 f, f;
+        mul.f32 g, g, e; mul.f32 h, h, f; mul.f32 g, g, u; mul.f32 h, h, v; mul.f32 g, g, $5; mul.f32 h, h, $6;
+        cvt.rn.bf16x2.f32 $0, h, g;
+        }""",
+        "=r,f,f,f,f,f,f,f",
+        [gate_0, gate_1, up_0, up_1, _like(weight_0, gate_0), _like(weight_1, gate_0), bound],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _larger_halves(a, b):
+    """For reductions of magnitudes of bf16 in pairs."""
+    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _rounded(pairs, most):
+    """bf16 in pairs, on the e4m3 grid with the scales of the largest magnitudes, pairs too, that broadcast to them (V4 spec 3.2)."""
+    exponent_0 = scale_exponent((most << 16).to(gl.float32, bitcast=True), "e4m3")
+    exponent_1 = scale_exponent((most & -0x10000).to(gl.float32, bitcast=True), "e4m3")
+    inverse_0, inverse_1 = power_of_two(-exponent_0), power_of_two(-exponent_1)
+    scale_0, scale_1 = power_of_two(exponent_0), power_of_two(exponent_1)
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 both;
+        .reg .b16 codes, low, high;
+        .reg .f32 a, b;
+        shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000;
+        mul.f32 a, a, $2; mul.f32 b, b, $3;
+        cvt.rn.satfinite.e4m3x2.f32 codes, b, a;
+        cvt.rn.f16x2.e4m3x2 both, codes;
+        mov.b32 {low, high}, both;
+        cvt.f32.f16 a, low; cvt.f32.f16 b, high;
+        mul.f32 a, a, $4; mul.f32 b, b, $5;
+        cvt.rn.bf16x2.f32 $0, b, a;
+        }""",
+        "=r,r,f,f,f,f",
+        [pairs, inverse_0, inverse_1, scale_0, scale_1],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -395,28 +472,27 @@ def _store_hidden(
     """
     TOKENS: gl.constexpr = gate.shape[1]
     STORE: gl.constexpr = _hidden_layout(TOKENS)
-    gate = round_like(_from_operand(gate, True) * 4294967296.0, True)
-    up = round_like(_from_operand(up, True) * 4294967296.0, True)
-    LAYOUT: gl.constexpr = gate.type.layout
-    weight = tokens.weights.index(slot).load(gl.SliceLayout(0, LAYOUT))[None, :]
-    value = swiglu(gate, up, limit) * weight
+    gate = _from_operand(gate, True)
+    weight = tokens.weights.index(slot).load(gl.SliceLayout(0, gate.type.layout))
+    pairs = _swiglu(gate, _from_operand(up, True), weight, limit)
     if TILE is not None:
-        value = round_like(value, True)
+        magnitudes = pairs & 0x7FFF7FFF
         if TILE == 128:
-            most = gl.reduce(gl.abs(value), 0, _larger)
+            most = gl.reduce(magnitudes, 0, _larger_halves)
             largest.magnitudes.index(slot * 2 + ROLE).store(most)
             gl.thread_barrier()
             mbarrier.arrive(largest.known.index(slot))
             mbarrier.wait(largest.known.index(slot), parity)
-            most = gl.maximum(most, largest.magnitudes.index(slot * 2 + 1 - ROLE).load(most.type.layout))
-            tiles = value
-            exponent = gl.expand_dims(scale_exponent(most, "e4m3"), 0)
+            most = _larger_halves(most, largest.magnitudes.index(slot * 2 + 1 - ROLE).load(most.type.layout))
+            pairs = _rounded(pairs, gl.expand_dims(most, 0))
         else:
-            tiles = gl.reshape(value, (64 // TILE, TILE, TOKENS))
-            exponent = gl.expand_dims(scale_exponent(gl.reduce(gl.abs(tiles), 1, _larger), "e4m3"), 1)
-        codes = (tiles * power_of_two(-exponent)).to(gl.float8e4nv)
-        value = gl.reshape(codes.to(gl.float32) * power_of_two(exponent), (64, TOKENS))
-    bits = gl.reshape(value.to(gl.bfloat16), (2, 2, 2, 2, 2, 2, TOKENS))  # columns' bits, the highest, 5, first
+            magnitudes = gl.reshape(magnitudes, (64 // TILE, TILE, TOKENS // 2))
+            most = gl.expand_dims(gl.reduce(magnitudes, 1, _larger_halves), 1)
+            pairs = gl.reshape(_rounded(gl.reshape(pairs, (64 // TILE, TILE, TOKENS // 2)), most), (64, TOKENS // 2))
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+    )
+    bits = gl.reshape(gl.join(low, high), (2, 2, 2, 2, 2, 2, TOKENS))  # columns' bits, the highest, 5, first
     value = gl.reshape(gl.permute(bits, (6, 4, 1, 2, 5, 0, 3)), (TOKENS, 16, 4))  # bits 1, 4, 3, 0, and 5, 2; 6 is the role's
     value = gl.convert_layout(value, STORE)
     row = gl.expand_dims(gl.expand_dims(tokens.rows.index(slot).load(gl.SliceLayout(1, gl.SliceLayout(2, STORE))), 1), 2)
@@ -470,8 +546,8 @@ def _moe_product_sm90(
     of_rows = gl.allocate_shared_memory(gl.float32, [2, TOKENS], PLAIN_ROW)
     sources = gl.allocate_shared_memory(gl.int32, [TOKENS], PLAIN_ROW)
     tokens = Tokens(sources, rows, of_rows, _barriers(2, 1), _barriers(2, 2))
-    values = gl.allocate_shared_memory(gl.float32, [4, TOKENS], PLAIN_ROW)
-    largest = Largest(values, _barriers(2, 2))
+    magnitudes = gl.allocate_shared_memory(gl.int32, [4, TOKENS // 2], PLAIN_ROW)
+    largest = Largest(magnitudes, _barriers(2, 2))
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
@@ -546,7 +622,7 @@ def aot_cases() -> list[AotCase]:
                 AotCase(
                     f"moe_product_sm90 {name} {'up' if sizes is up else 'down'}, {tokens} tokens", _moe_product_sm90, signature,
                     config | sizes, num_warps=4, aligned=("scales", "inputs", "to"), archs=(HOPPER,), max_registers=REGISTERS,
-                    spill_reason="one number of the role that brings, read once a tile" if tokens == 128 else None,
+                    spill_reason="numbers of the role that brings, read once a tile" if tokens == 128 else None,
                 )
                 for sizes in (up, down)
             ]  # fmt: skip
