@@ -477,19 +477,24 @@ def test_programs_of_one_token_run_at_once() -> None:
         assert kernels._fitting(few, columns, "fp4", programs).chunks == chunks, f"{programs} programs"
 
 
+CONFIGS = {
+    "default": (None,),
+    "few": (config(8, 32, 2, 1), config(16, 64, 2, 1)),
+    "many": (config(16, 128, 3, 4), config(64, 128, 3, 4), config(128, 128, 3, 8)),
+    "tiles": TILES,
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 7, 64, 300, 1000])
 @pytest.mark.parametrize("name", REAL)
-def test_real_sizes_match_the_reference(name: str, tokens: int) -> None:
+@pytest.mark.parametrize("configs", CONFIGS)
+def test_real_sizes_match_the_reference(configs: str, name: str, tokens: int) -> None:
     dim, inner, tile, shared = REAL[name]
     layer = random_layer(dim, inner, 32, 6, "fp4", tile, shared)
     x, ids = random_input(tokens, dim)
     expected = expert_layer(x, ids, layer)
-    few, many = (
-        (config(8, 32, 2, 1), config(16, 64, 2, 1)),
-        (config(16, 128, 3, 4), config(64, 128, 3, 4), config(128, 128, 3, 8)),
-    )
-    for chosen in (None, *few, *many, *TILES):
+    for chosen in CONFIGS[configs]:
         out = run(layer, x, ids, chosen)
         assert_close(out, expected)
         error = (out.float() - expected.float()).square().mean(1) / expected.float().square().mean(1)
@@ -518,7 +523,7 @@ def test_route_of_many_tokens(tokens: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chosen", [FEW, config(16, 32, 2, 1), config(64, 128, 3, 4), *TILES], ids=str)
+@pytest.mark.parametrize("chosen", [FEW, config(16, 32, 2, 1), config(64, 128, 3, 4), kernels.TileConfig.of(64)], ids=str)
 def test_all_tokens_to_the_same_experts(chosen: kernels.MoeConfig | kernels.TileConfig) -> None:
     layer = random_layer(1024, 512, 16, 2, "fp4", 128, hashed=True)
     x, ids = random_input(300, 1024)
@@ -527,9 +532,10 @@ def test_all_tokens_to_the_same_experts(chosen: kernels.MoeConfig | kernels.Tile
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chosen", TILES, ids=str)
-@pytest.mark.parametrize(("dim", "inner", "tile"), [(256, 512, None), (768, 256, 64), (512, 768, 32), (512, 256, 128)])
-def test_tiles_of_ragged_blocks(dim: int, inner: int, tile: int | None, chosen: kernels.TileConfig) -> None:
+@pytest.mark.parametrize(
+    ("dim", "inner", "tile", "block"), [(256, 512, None, 16), (768, 256, 64, 32), (512, 768, 32, 64), (512, 256, 128, 128)]
+)
+def test_tiles_of_ragged_blocks(dim: int, inner: int, tile: int | None, block: int) -> None:
     """Experts without tokens, with few and with several blocks; NaN in rows that fill up the batch reaches nobody."""
     layer = random_layer(dim, inner, 24, 3, "fp4", tile, "plain", hashed=True)
     x, _ = random_input(300, dim)
@@ -537,7 +543,7 @@ def test_tiles_of_ragged_blocks(dim: int, inner: int, tile: int | None, chosen: 
     expected = expert_layer(x, ids, layer)
     x, ids = x.repeat_interleave(2, 0), ids.repeat_interleave(2)
     x[1::2], ids[1::2] = float("nan"), -1
-    out = run(layer, x, ids, chosen)
+    out = run(layer, x, ids, kernels.TileConfig.of(block))
     assert (out[1::2] == 0).all()
     assert_close(out[::2], expected)
 

@@ -187,61 +187,36 @@ def _load(ring, place, UP: gl.constexpr):
 
 
 @gluon.jit
-def _eights(x):
-    """Rows [64, n] of the operand -> of every 16 the first and the last eight, [4, 8, n]."""
-    return gl.split(gl.permute(gl.reshape(x, (4, 2, 8, x.shape[1])), (0, 2, 3, 1)))
-
-
-@gluon.jit
-def _factor(exponents, words):
-    """Scale bytes [4, 8, 4] -> 2^(byte - 127 + 126 - 32) in both halves of an int32 [4, 8, 4, 1], for words [4, 8, 4, 4]."""
-    factor = exponents.to(gl.int32) * 0x00800080 + 94 * 0x00800080
-    return gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(3, words.type.layout), assert_trivial=True), 3)
-
-
-@gluon.jit
-def _widen(words, exponents, never, MMA: gl.constexpr):
+def _widen(words, exponents, MMA: gl.constexpr):
     """e2m1 in words [64, 16] and exponent bytes [64, 4] -> bf16 [64, 128] times 2^-32, the left operand of a product.
 
     The three low bits of a code, put at the top of bf16's mantissa and the bottom of its exponent, are its value times 2^-126. A product
-    with two powers of two puts a nibble there and its sign at the top at once. A number made of all values would be stored if `never`
-    were negative: so they are made here, not by and by between products.
+    with two powers of two puts a nibble there and its sign at the top at once.
     """
-    first, second = _eights(words)
-    first_bytes, second_bytes = _eights(exponents)
-    first = gl.reshape(first, (4, 8, 4, 4))
-    second = gl.reshape(second, (4, 8, 4, 4))
-    a0, b0, a1, b1, a2, b2, a3, b3 = gl.inline_asm_elementwise(
+    words = gl.reshape(words, (64, 4, 4))
+    scale = exponents.to(gl.int32) * 0x00800080 + 94 * 0x00800080  # 2^(exponent - 127 + 126 - 32) in both halves
+    scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(2, words.type.layout), assert_trivial=True), 2)
+    words, scale = gl.broadcast(words, scale)
+    t0, t1, t2, t3 = gl.inline_asm_elementwise(
         """{
-        .reg .b32 x, y, all;
-        .reg .pred stored;
-        setp.lt.s32 stored, $12, 0;
-        and.b32 x, $8, 0x000F000F; mul.lo.u32 x, x, 0x1040; and.b32 x, x, 0x81C081C0; mul.bf16x2 $0, x, $10;
-        and.b32 x, $9, 0x000F000F; mul.lo.u32 x, x, 0x1040; and.b32 x, x, 0x81C081C0; mul.bf16x2 $1, x, $11;
-        and.b32 x, $8, 0x00F000F0; mul.lo.u32 x, x, 0x0104; and.b32 x, x, 0x81C081C0; mul.bf16x2 $2, x, $10;
-        and.b32 x, $9, 0x00F000F0; mul.lo.u32 x, x, 0x0104; and.b32 x, x, 0x81C081C0; mul.bf16x2 $3, x, $11;
-        shr.u32 y, $8, 8;
-        and.b32 x, y, 0x000F000F; mul.lo.u32 x, x, 0x1040; and.b32 x, x, 0x81C081C0; mul.bf16x2 $4, x, $10;
-        and.b32 x, y, 0x00F000F0; mul.lo.u32 x, x, 0x0104; and.b32 x, x, 0x81C081C0; mul.bf16x2 $6, x, $10;
-        shr.u32 y, $9, 8;
-        and.b32 x, y, 0x000F000F; mul.lo.u32 x, x, 0x1040; and.b32 x, x, 0x81C081C0; mul.bf16x2 $5, x, $11;
-        and.b32 x, y, 0x00F000F0; mul.lo.u32 x, x, 0x0104; and.b32 x, x, 0x81C081C0; mul.bf16x2 $7, x, $11;
-        mul.bf16x2 all, $0, $1; fma.rn.bf16x2 all, $2, $3, all; fma.rn.bf16x2 all, $4, $5, all; fma.rn.bf16x2 all, $6, $7, all;
-        mov.b32 x, 0;
-        @stored st.shared.b32 [x], all;
+        .reg .b32 a, b;
+        shr.u32 b, $4, 8;
+        and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; mul.bf16x2 $0, a, $5;
+        and.b32 a, $4, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81C081C0; mul.bf16x2 $1, a, $5;
+        and.b32 a, b, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; mul.bf16x2 $2, a, $5;
+        and.b32 a, b, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81C081C0; mul.bf16x2 $3, a, $5;
         }""",
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r",
-        [first, second, _factor(first_bytes, first), _factor(second_bytes, second), never],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False,
+        "=&r,=&r,=&r,=&r,r,r",
+        [words, scale],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
         pack=1,
     )
-    lower = gl.join(gl.join(a0, b0), gl.join(a1, b1))  # [4, 8, lane, word, eight, low bit of the nibble]
-    upper = gl.join(gl.join(a2, b2), gl.join(a3, b3))
+    all_ = gl.join(gl.join(t0, t1), gl.join(t2, t3))  # [64, lane, word, low bit of the nibble, high bit]
     low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [gl.join(lower, upper)], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [all_], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
     )
-    both = gl.permute(gl.join(low, high), (0, 4, 1, 6, 3, 5, 2, 7))
+    both = gl.permute(gl.join(low, high), (0, 4, 2, 3, 1, 5))
     return gl.convert_layout(gl.reshape(both, (64, 128)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
@@ -329,8 +304,8 @@ def _bring_stage(n, step, matrix, weights, of_scales, inputs, sources, ring, SEC
 
 
 @gluon.jit
-def _multiply(work, to, limit, ring, tokens, largest, turns, ROLE: gl.constexpr, MATRIX: gl.constexpr, K: gl.constexpr,
-              OUT: gl.constexpr, TILE: gl.constexpr, UP: gl.constexpr):  # fmt: skip
+def _multiply(work, to, limit, ring, tokens, largest, ROLE: gl.constexpr, MATRIX: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr,
+              TILE: gl.constexpr, UP: gl.constexpr):  # fmt: skip
     """A role of four warps: this program's tiles of half of the rows."""
     TOKENS: gl.constexpr = ring.inputs.shape[1]
     MMA: gl.constexpr = _mma(TOKENS)
@@ -339,32 +314,27 @@ def _multiply(work, to, limit, ring, tokens, largest, turns, ROLE: gl.constexpr,
     n = 0
     slot = 0
     parity = 0
-    if ROLE == 1:
-        mbarrier.arrive(turns.index(0))  # the other role begins
     for tile in range(gl.program_id(0), work.tiles, work.programs):
         acc = gl.zeros([64, TOKENS], gl.float32, MMA)
         acc_2 = gl.zeros([64, TOKENS], gl.float32, MMA)
         stage = _wait(ring.full, n)
         fence_async_shared()
-        codes = _load(ring, stage * 4 + ROLE, UP)
+        words, exponents, later, later_exponents = _load(ring, stage * 4 + ROLE, UP)
+        a = _widen(words, exponents, MMA)
         for _ in range(STEPS - 1):
-            acc, codes = _multiply_first(stage, codes, acc, ring, turns, work.blocks, ROLE, UP)
-            acc_2, a, b = _multiply_rows(stage, codes, acc_2, ring, turns, work.blocks, ROLE, 1)
-            last = stage
+            acc, acc_2, a_2 = _multiply_stage(stage, a, later, later_exponents, acc, acc_2, ring, ROLE, MMA, UP)
             n += 1
+            last = stage
             stage = _wait(ring.full, n)
             fence_async_shared()  # here, so that it ends while the last product still runs
-            if TOKENS < 128:
-                codes = _load(ring, stage * 4 + ROLE, UP)
-            acc_2, a, b = warpgroup_mma_wait(0, deps=(acc_2, a, b))
+            words, exponents, later, later_exponents = _load(ring, stage * 4 + ROLE, UP)
+            a = _widen(words, exponents, MMA)
+            acc_2, a_2 = warpgroup_mma_wait(0, deps=(acc_2, a_2))
             gl.thread_barrier()
             mbarrier.arrive(ring.empty.index(last))
-            if TOKENS == 128:
-                codes = _load(ring, stage * 4 + ROLE, UP)
-        acc, codes = _multiply_first(stage, codes, acc, ring, turns, work.blocks, ROLE, UP)
-        acc_2, a, b = _multiply_rows(stage, codes, acc_2, ring, turns, work.blocks, ROLE, 1)
+        acc, acc_2, a_2 = _multiply_stage(stage, a, later, later_exponents, acc, acc_2, ring, ROLE, MMA, UP)
         n += 1
-        acc_2, a, b = warpgroup_mma_wait(0, deps=(acc_2, a, b))
+        acc_2, a_2 = warpgroup_mma_wait(0, deps=(acc_2, a_2))
         gl.thread_barrier()
         mbarrier.arrive(ring.empty.index(stage))
         mbarrier.wait(tokens.full.index(slot), parity)
@@ -381,34 +351,22 @@ def _multiply(work, to, limit, ring, tokens, largest, turns, ROLE: gl.constexpr,
 
 
 @gluon.jit
-def _multiply_first(stage, codes, acc, ring, turns, never, ROLE: gl.constexpr, UP: gl.constexpr):
-    """Add the products of a stage's first rows, and load the codes of the others, meanwhile where registers suffice."""
-    acc, a, b = _multiply_rows(stage, codes, acc, ring, turns, never, ROLE, 0)
-    if ring.inputs.shape[1] < 128:
-        codes = _load(ring, stage * 4 + 2 + ROLE, UP)
-        acc, a, b = warpgroup_mma_wait(0, deps=(acc, a, b))
-    else:
-        acc, a, b = warpgroup_mma_wait(0, deps=(acc, a, b))
-        codes = _load(ring, stage * 4 + 2 + ROLE, UP)
-    return acc, codes
-
-
-@gluon.jit
-def _multiply_rows(stage, codes, acc, ring, turns, never, ROLE: gl.constexpr, PARITY: gl.constexpr):
-    """Begin to add the products of 64 rows and 256 columns. Returns sums and operands, in use until then.
-
-    The two roles take turns: while the products of one run, the other widens its operands. A wait for a barrier is a loop, across which
-    the compiler moves no instructions: else it would widen between products.
-    """
-    MMA: gl.constexpr = _mma(ring.inputs.shape[1])
-    words, exponents, later, later_exponents = codes
-    a = _widen(words, exponents, never, MMA)
-    b = _widen(later, later_exponents, never, MMA)
-    mbarrier.wait(turns.index(ROLE), PARITY)
-    acc = warpgroup_mma(a, ring.inputs.index(stage * 2).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma(b, ring.inputs.index(stage * 2 + 1).permute((1, 0)), acc, is_async=True)
-    mbarrier.arrive(turns.index(1 - ROLE))
-    return acc, a, b
+def _multiply_stage(stage, a, later, later_exponents, acc, acc_2, ring, ROLE: gl.constexpr, MMA: gl.constexpr, UP: gl.constexpr):
+    """Add a stage's products; `a` is the operand of the first, and the last one is still running in the end."""
+    left = ring.inputs.index(stage * 2).permute((1, 0))
+    right = ring.inputs.index(stage * 2 + 1).permute((1, 0))
+    acc = warpgroup_mma(a, left, acc, is_async=True)
+    words, exponents, later_2, later_exponents_2 = _load(ring, stage * 4 + 2 + ROLE, UP)
+    a_2 = _widen(words, exponents, MMA)
+    acc_2 = warpgroup_mma(a_2, left, acc_2, is_async=True)
+    acc, a = warpgroup_mma_wait(1, deps=(acc, a))
+    a = _widen(later, later_exponents, MMA)
+    acc = warpgroup_mma(a, right, acc, is_async=True)
+    acc_2, a_2 = warpgroup_mma_wait(1, deps=(acc_2, a_2))
+    a_2 = _widen(later_2, later_exponents_2, MMA)
+    acc_2 = warpgroup_mma(a_2, right, acc_2, is_async=True)
+    acc, a = warpgroup_mma_wait(1, deps=(acc, a))
+    return acc, acc_2, a_2
 
 
 @gluon.jit
@@ -590,15 +548,14 @@ def _moe_product_sm90(
     tokens = Tokens(sources, rows, of_rows, _barriers(2, 1), _barriers(2, 2))
     magnitudes = gl.allocate_shared_memory(gl.int32, [4, TOKENS // 2], PLAIN_ROW)
     largest = Largest(magnitudes, _barriers(2, 2))
-    turns = _barriers(2, 1)
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
     work = Work(plan, order, blocks, _count_blocks(plan, blocks) * (MATRIX // ROWS), gl.num_programs(0))
     gl.warp_specialize(
         [
-            (_multiply, (work, to, limit, ring, tokens, largest, turns, 0, MATRIX, K, OUT, TILE, UP)),
-            (_multiply, (work, to, limit, ring, tokens, largest, turns, 1, MATRIX, K, OUT, TILE, UP)),
+            (_multiply, (work, to, limit, ring, tokens, largest, 0, MATRIX, K, OUT, TILE, UP)),
+            (_multiply, (work, to, limit, ring, tokens, largest, 1, MATRIX, K, OUT, TILE, UP)),
             (_bring, (work, weights, scales, inputs, of_choices, ring, tokens, SECOND, MATRIX, K, CHOICES, UP)),
         ],
         [4, BRING_WARPS],
