@@ -504,7 +504,25 @@ def _zeros(TILES, TOKENS):
 
 
 @triton.jit
-def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS, WAIT):
+def _wait_for_parts(done, PARTS: tl.constexpr):
+    """Wait until a block's input is there in all its PARTS, as `done` counts them; where that is None, for the kernel before.
+
+    This cannot hang: a program runs only once all of the kernel before have begun, whose parts wait for nothing, so what is waited for
+    comes however many multiprocessors these programs hold. The kernel before counts by a release behind its stores, which this acquires.
+    `moe_plan` has set the counters to 0, and that kernel waited for it: what an earlier launch left, even one that failed, is not seen.
+    """
+    if done is None:
+        gdc_wait()
+    else:
+        ready = 0
+        while ready < PARTS:
+            ready = tl.inline_asm_elementwise(
+                "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [done], dtype=tl.int32, is_pure=False, pack=1
+            )
+
+
+@triton.jit
+def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS, WAIT, done, PARTS):
     """Products of the input's rows with TILES times 16 rows of weights, those of tile t are `row` + t `gap` of the matrix at w.
 
     Returns a tuple of fp32 [16, TOKENS]. The loads of the next step run ahead; with WAIT the first do not wait for the input.
@@ -513,7 +531,7 @@ def _products(w, s, row, gap, x, live, K, TILES, CHUNKS, FORMAT, TOKENS, WAIT):
     sums = _zeros(TILES, TOKENS)
     data, scales = _load_weights(w, s, row, gap, 0, K, TILES, CHUNKS, FORMAT)
     if WAIT:
-        gdc_wait()
+        _wait_for_parts(done, PARTS)
     for step in range(STEPS):
         ahead = tl.minimum(step + 1, STEPS - 1) * CHUNKS
         later, later_scales = _load_weights(w, s, row, gap, ahead, K, TILES, CHUNKS, FORMAT)
@@ -575,7 +593,7 @@ def _split_input(x, live, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _split_products(w, s, first_row, gap, half, x, live, K, TILES, CHUNKS, SPLIT, WAIT):
+def _split_products(w, s, first_row, gap, half, x, live, K, TILES, CHUNKS, SPLIT, WAIT, done, PARTS):
     """As `_products` for FP4 and 8 tokens, by SPLIT warps: each adds up every SPLIT-th 128 columns, and then all are added up."""
     row = first_row + tl.arange(0, 8)
     s = s.to(tl.pointer_type(tl.uint8), bitcast=True)  # a word has the scales of 128 columns
@@ -585,7 +603,7 @@ def _split_products(w, s, first_row, gap, half, x, live, K, TILES, CHUNKS, SPLIT
         sums = sums + (tl.zeros((SPLIT, 16, 8), tl.float32),)
     data, scales = _load_split(w, s, row, gap, half, first, K, TILES, CHUNKS, SPLIT)
     if WAIT:
-        gdc_wait()
+        _wait_for_parts(done, PARTS)
     for _ in range(0, K // 128, SPLIT * CHUNKS):
         inputs = ()
         for chunk in tl.static_range(CHUNKS):
@@ -788,9 +806,8 @@ def moe_plan(
             tl.store(plan + blocks + block + index, before + index * BLOCK, mask=index < mine)
             end = tl.minimum(before + (index + 1) * BLOCK, before + count)
             tl.store(plan + 2 * blocks + block + index, end, mask=index < mine)
-        if ARRIVALS > 0:
-            for start in range(0, mine * ARRIVALS, SPAN):
-                tl.store(arrivals + block * ARRIVALS + start + lane, 0, mask=start + lane < mine * ARRIVALS)
+        for start in range(0, mine * ARRIVALS, SPAN):
+            tl.store(arrivals + block * ARRIVALS + start + lane, 0, mask=start + lane < mine * ARRIVALS)
 
 
 @triton.jit
@@ -830,8 +847,8 @@ def moe_up(
 ):  # fmt: skip
     """hidden bf16 [places, I] = silu(w1 x) (w3 x) weight, on the grid and in the order of the second product's input.
 
-    Where a tile of that grid spans several programs, the last of them to arrive rounds it and sets its counter back to 0.
-    `order` None: `plan` holds the choices' experts.
+    Where a tile of that grid spans several programs, the last of them to arrive rounds it and sets its counter back to 0. With a plan one
+    more counter of a block counts what is done. `order` None: `plan` holds the choices' experts.
     """
     if EARLY:
         gdc_wait()
@@ -855,11 +872,11 @@ def moe_up(
     to_hidden = hidden + places.to(tl.int64)[None, :] * I
     if WARPS == 1:
         if SPLIT > 1:
-            sums = _split_products(w, s, first, 8, I, x, kept[:, None], K, ROWS // 16, CHUNKS, SPLIT, False)
+            sums = _split_products(w, s, first, 8, I, x, kept[:, None], K, ROWS // 16, CHUNKS, SPLIT, False, None, 0)
         else:
             row = tl.arange(0, 16)
             row = first + row % 8 + row // 8 * I
-            sums = _products(w, s, row, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, False)
+            sums = _products(w, s, row, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, False, None, 0)
         for tile in tl.static_range(ROWS // 16):
             value = _hidden(sums[tile] * BIAS, weight, limit, 8, TOKENS)
             column = first + tile * 8 + tl.arange(0, 8)[:, None]
@@ -874,30 +891,40 @@ def moe_up(
         tl.store(to_hidden + place(column, OUT, WARPS > 1), value, mask=kept[None, :])
     if EARLY and order is None:
         gdc_launch_dependents()  # not before: the first loads of `moe_down` would hold these up
+    SPAN: tl.constexpr = max(TILE, ROWS // 2)
+    TILES: tl.constexpr = 0 if SPAN == ROWS // 2 else I // SPAN  # that several programs share
+    counters = arrivals + block * (TILES if order is None else TILES + 1)
+    ready = True
     if quant is not None:
-        SPAN: tl.constexpr = max(TILE, ROWS // 2)
         tl.debug_barrier()
-        ready = True
-        if SPAN > ROWS // 2:
-            counter = arrivals + block * (I // SPAN) + first // SPAN
-            ready = tl.atomic_add(counter, 1, sem="release") == SPAN // (ROWS // 2) - 1
+        if TILES > 0:
+            ready = tl.atomic_add(counters + first // SPAN, 1, sem="release") == SPAN // (ROWS // 2) - 1
         if ready:
-            if SPAN > ROWS // 2:
-                tl.atomic_xchg(counter, 0, sem="acquire")  # only here, as it empties the L1
+            if TILES > 0:
+                tl.atomic_xchg(counters + first // SPAN, 0, sem="acquire")  # only here, as it empties the L1
                 tl.debug_barrier()
             span = first // SPAN * SPAN + tl.arange(0, SPAN)[None, :]
             here = hidden + places.to(tl.int64)[:, None] * I + place(span, OUT, WARPS > 1)
             raw = to_fp32(tl.load(here, mask=kept[:, None], other=0.0))
             tl.store(here, to_bf16(rounded(raw, TILE, TOKENS, SPAN, quant)), mask=kept[:, None])
+    if order is not None:  # noqa: SIM102 decided when compiled
+        if ready:
+            tl.debug_barrier()
+            tl.atomic_add(counters + TILES, 1, sem="release")
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def moe_down(
-    hidden, w, s, plan, order, outputs, blocks, first_expert,
-    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
+    hidden, w, s, plan, order, outputs, arrivals, blocks, first_expert,
+    E: tl.constexpr, ARRIVALS: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr,
     SPLIT: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """outputs bf16 [choices, N] = w2 hidden. What `moe_plan` wrote is there since `moe_up` began; only `hidden` has to be waited for."""
+    """outputs bf16 [choices, N] = w2 hidden. What `moe_plan` wrote is there since `moe_up` began; only `hidden` has to be waited for.
+
+    With a plan a program waits for its own block: the last of ARRIVALS counters counts to PARTS. Blocks that begin early in `moe_up` are
+    done early, so this runs while that ends. Programs of blocks without an expert, which no one counts, wait for all of `moe_up`; it has
+    ended when this has, as no program does anything behind its count.
+    """
     if EARLY:
         gdc_launch_dependents()
     expert, start, end = _block(plan, order, blocks, first_expert, E)
@@ -905,6 +932,9 @@ def moe_down(
         if EARLY:
             gdc_wait()
         return
+    done = None
+    if order is not None:
+        done = arrivals + (tl.program_id(1) * ARRIVALS + ARRIVALS - 1)
     first = tl.program_id(0) * ROWS
     places = start + tl.arange(0, TOKENS)
     kept = places < end
@@ -918,16 +948,16 @@ def moe_down(
     to_output = outputs + choice.to(tl.int64)[None, :] * N + first
     if WARPS == 1:
         if SPLIT > 1:
-            sums = _split_products(w, s, first, 16, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, SPLIT, EARLY)
+            sums = _split_products(w, s, first, 16, 8, x, kept[:, None], K, ROWS // 16, CHUNKS, SPLIT, EARLY, done, PARTS)
         else:
             row = first + tl.arange(0, 16)
-            sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, EARLY)
+            sums = _products(w, s, row, 16, x, kept[:, None], K, ROWS // 16, CHUNKS, FORMAT, TOKENS, EARLY, done, PARTS)
         for tile in tl.static_range(ROWS // 16):
             value = to_bf16(sums[tile] * BIAS)
             tl.store(to_output + tile * 16 + tl.arange(0, 16)[:, None], value, mask=kept[None, :])
     else:
         if EARLY:
-            gdc_wait()
+            _wait_for_parts(done, PARTS)
         row = first + _operand_row(tl.arange(0, ROWS), WARPS)
         scales = s if FORMAT == "plain" else s + row * (K // 128)
         acc = _product(w + row[:, None] * WORDS, scales, x, kept[:, None], K, ROWS, TOKENS, FORMAT, CHUNKS, WARPS)
@@ -992,9 +1022,13 @@ def moe(
     if len(x) == 0:
         return torch.empty_like(x)
     config = config or moe_config(len(x) * experts.k, experts.w13.shape[0], batch_invariant, experts.products is not None)
+    # A few choices take as long as the shared expert, which then begins with the router. With a plan it begins behind it, or it still holds
+    # multiprocessors when `moe_up` begins: 2 (V4) to 3 % (V4.1) of a step of 8 tokens.
+    routes_first = beside is not None and len(x) * experts.k > PLANLESS_CHOICES
+    choice = route(x, token_ids, experts, config, batch_invariant) if routes_first else None
     with forked(beside) as join:
         shared = shared_expert(x, experts, batch_invariant)
-    routed = routed_experts(route(x, token_ids, experts, config, batch_invariant), experts, config)
+    routed = routed_experts(choice or route(x, token_ids, experts, config, batch_invariant), experts, config)
     join()
     return moe_total(routed, shared, token_ids, x.shape[1], early=x.is_cuda and beside is None)  # a join follows two kernels
 
@@ -1068,17 +1102,18 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig | T
     _, up_rows, _ = experts.w13.shape
     if isinstance(config, TileConfig):
         assert experts.products is not None, f"{config}: these experts have no such products"
-        blocks, _ = _blocks(choice, count, first, config.block_tokens, 0)
+        blocks, _ = _blocks(choice, count, first, config.block_tokens, 1)
         return Routed(experts.products(choice, experts, blocks, config), choice.experts, first, count)
     up = _fitting(config.up, columns, experts.w13.format, up_rows // config.up.block_rows * choices)
     down = _fitting(config.down, inner, experts.w2.format, rows // config.down.block_rows * choices)
     assert (up.block_tokens, up.warps) == (down.block_tokens, down.warps), f"{config}: the products share their blocks of tokens"
     device, early = choice.inputs.device, choice.inputs.is_cuda
     tile = experts.w2.tile
+    parts = inner // max(tile or 1, up.block_rows // 2)  # of a block's hidden values, as they become known
+    arrivals = 1 if tile is None or tile <= up.block_rows // 2 else parts + 1
     if choices <= PLANLESS_CHOICES:
         blocks, plan, order, counters = choices, choice.experts, None, experts.arrivals
     else:
-        arrivals = 0 if tile is None or tile <= up.block_rows // 2 else inner // tile
         sorted_, counters = _blocks(choice, count, first, up.block_tokens, arrivals)
         blocks, plan, order = sorted_.count, sorted_.plan, sorted_.order
     hidden = torch.empty(choices, inner, dtype=torch.bfloat16, device=device)
@@ -1091,9 +1126,9 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig | T
         num_warps=up.warps * up.split, num_stages=1, launch_pdl=early,
     )  # fmt: skip
     moe_down[(rows // down.block_rows, blocks)](
-        hidden, experts.w2.words, experts.w2.scale, plan, order, outputs, blocks, first, E=count, K=inner, N=rows, TOKENS=down.block_tokens,
-        ROWS=down.block_rows, CHUNKS=down.chunks, WARPS=down.warps, SPLIT=down.split, FORMAT=experts.w2.format, EARLY=early,
-        num_warps=down.warps * down.split, num_stages=1, launch_pdl=early,
+        hidden, experts.w2.words, experts.w2.scale, plan, order, outputs, None if order is None else counters, blocks, first, E=count,
+        ARRIVALS=arrivals, PARTS=parts, K=inner, N=rows, TOKENS=down.block_tokens, ROWS=down.block_rows, CHUNKS=down.chunks,
+        WARPS=down.warps, SPLIT=down.split, FORMAT=experts.w2.format, EARLY=early, num_warps=down.warps * down.split, num_stages=1, launch_pdl=early,
     )  # fmt: skip
     return Routed(outputs, choice.experts, first, count)
 
@@ -1103,7 +1138,7 @@ def _blocks(choice: Choice, experts: int, first: int, block_tokens: int, arrival
     device, early = choice.experts.device, choice.experts.is_cuda
     choices = choice.experts.numel()
     count = num_blocks(choices, experts, block_tokens)
-    counters = torch.empty(count, max(1, arrivals), dtype=torch.int32, device=device)
+    counters = torch.empty(count, arrivals, dtype=torch.int32, device=device)
     order = torch.empty(choices, dtype=torch.int32, device=device)
     plan = torch.empty(3, count, dtype=torch.int32, device=device)
     span = min(4096, max(128, triton.next_power_of_2(choices)))
@@ -1269,14 +1304,15 @@ def _product_cases(
     weights = {"w": "*i32", "plan": "*i32", "blocks": "i32", "first_expert": "i32"} | ({} if format == "plain" else {"s": "*i32"})
     constants, weights = (constants | {"order": None}, weights) if planless else (constants, weights | {"order": "*i32"})
     hidden = weights | {"inputs": "*bf16", "weights": "*fp32", "hidden": "*bf16", "arrivals": "*i32", "limit": "fp32"}
-    output = weights | {"hidden": "*bf16", "outputs": "*bf16"}
+    output = weights | {"hidden": "*bf16", "outputs": "*bf16"} | ({} if planless else {"arrivals": "*i32"})
+    shared = {"arrivals": None} if planless else {}
     return [
         AotCase(
             f"{kernel.fn.__name__} {text}", kernel, signature, constants | sizes_of, num_warps=config.warps * config.split, num_stages=1,
             aligned=tuple(n for n, kind in signature.items() if kind[0] == "*"), archs=archs,
             spill_reason="8 bytes in front of the loop, on 100 only" if format == "plain" else None,
         )
-        for kernel, signature, sizes_of in ((moe_up, hidden, up), (moe_down, output, {"K": inner, "N": dim}))
+        for kernel, signature, sizes_of in ((moe_up, hidden, up), (moe_down, output, {"K": inner, "N": dim, "ARRIVALS": 17, "PARTS": 16} | shared))
     ]  # fmt: skip
 
 
