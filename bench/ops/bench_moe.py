@@ -21,7 +21,8 @@ from torch import Tensor
 from abyssal.ops.linear import LinearWeight
 from abyssal.ops.moe import ExpertLayer
 from abyssal.ops.moe import triton as kernels
-from abyssal.ops.moe.triton import MoeConfig, ProductConfig
+from abyssal.ops.moe.gluon import with_products
+from abyssal.ops.moe.triton import MoeConfig, ProductConfig, TileConfig
 from bench.ops.timing import COPY_BANDWIDTH, compile_in_processes, median_us
 
 FP8_FLOPS = 1414e12  # flop/s, twice the measured bf16 rate
@@ -52,11 +53,19 @@ VARIANTS: dict[int, tuple[tuple[tuple[int, int, int, int], tuple[int, int, int, 
     512: (((16, 128, 3, 4), (16, 128, 3, 4)), ((16, 128, 4, 4), (16, 128, 4, 4)), ((8, 32, 2, 1), (8, 32, 2, 1)), ((32, 128, 3, 4), (32, 128, 3, 4))),
     4096: (((128, 256, 3, 8), (128, 256, 3, 8)), ((128, 64, 3, 4), (128, 64, 3, 4)), ((128, 64, 2, 4), (128, 64, 2, 4)), ((128, 128, 2, 4), (128, 128, 2, 4)), ((64, 128, 3, 4), (64, 128, 3, 4))),
 }  # fmt: skip
+BLOCKS = {512: (16, 32), 4096: (32, 64, 128)}  # of tokens, of the products in Gluon, by the largest token count
 
 
-def configs(tokens: int) -> list[MoeConfig]:
+def configs(tokens: int) -> list[MoeConfig | TileConfig]:
     limit = next(limit for limit in VARIANTS if tokens <= limit)
-    return [MoeConfig(ProductConfig(*up), ProductConfig(*down)) for up, down in VARIANTS[limit]]
+    portable = [MoeConfig(ProductConfig(*up), ProductConfig(*down)) for up, down in VARIANTS[limit]]
+    return [*portable, *(TileConfig.of(block) for block in BLOCKS.get(limit, ()))]
+
+
+def name_of(config: MoeConfig | TileConfig) -> str:
+    if isinstance(config, TileConfig):
+        return f"tiles of {config.block_tokens}.{config.stages}"
+    return " ".join(f"{c.block_tokens}x{c.block_rows}.{c.chunks}w{c.warps}" for c in (config.up, config.down))
 
 
 def make_layer(shape: Shape) -> ExpertLayer:
@@ -134,9 +143,13 @@ def measure(name: str, tokens: int, layer: kernels.KernelExperts, rows: list[dic
     roof = max(memory, compute)
     for config in configs(tokens):
         choices = [(kernels.route(x, ids, layer, config),) for x, ids in inputs]
-        text = " ".join(f"{c.block_tokens}x{c.block_rows}.{c.chunks}w{c.warps}" for c in (config.up, config.down))
-        row(f"experts {text}", lambda choice, config=config: kernels.routed_experts(choice, layer, config), choices, roof)
-    default = kernels.moe_config(tokens * K, shape.experts)
+        row(
+            f"experts {name_of(config)}",
+            lambda choice, config=config: kernels.routed_experts(choice, layer, config),
+            choices,
+            roof,
+        )
+    default = kernels.moe_config(tokens * K, shape.experts, tiles=layer.products is not None)
     row("route", lambda x, ids: kernels.route(x, ids, layer, default), inputs, None)
     shared_bytes = 3 * shape.dim * shape.inner
     shared_roof = max(shared_bytes / COPY_BANDWIDTH, 6 * tokens * shape.dim * shape.inner / FP8_FLOPS) * 1e6
@@ -152,7 +165,8 @@ def compile_share(models: list[str], tokens: list[int], share: int, shares: int)
     jobs = [(name, count, index) for name in models for count in tokens for index in range(len(configs(count)))]
     for name, count, index in jobs[share::shares]:
         shape = SHAPES[name]
-        layer = kernels.prepare_experts(make_layer(Shape(shape.dim, shape.inner, 8, shape.tile, shape.shared_block)))
+        small = Shape(shape.dim, shape.inner, 8, shape.tile, shape.shared_block)
+        layer = with_products(kernels.prepare_experts(make_layer(small)))
         x, ids = make_inputs(shape, 2)[0]
         try:
             kernels.moe(x, ids, layer, config=configs(count)[index])
@@ -183,7 +197,7 @@ def main() -> None:
     )
     rows: list[dict[str, Any]] = []
     for name in args.model:
-        layer = kernels.prepare_experts(make_layer(SHAPES[name]))
+        layer = with_products(kernels.prepare_experts(make_layer(SHAPES[name])))
         for tokens in args.tokens:
             measure(name, tokens, layer, rows)
         del layer

@@ -9,10 +9,12 @@ import torch
 
 from abyssal.ops.linear import LinearWeight
 from abyssal.ops.moe import ExpertLayer
-from abyssal.ops.moe.triton import MoeConfig, moe, prepare_experts
+from abyssal.ops.moe.gluon import with_products
+from abyssal.ops.moe.triton import STAGES, MoeConfig, TileConfig, moe, prepare_experts
 
-DIM, INNER, EXPERTS, K = 256, 128, 5, 2
+DIM, INNER, EXPERTS, K = 256, 256, 5, 2
 CONFIGS = [MoeConfig.of(*c) for c in ((8, 16, 1, 1), (8, 32, 2, 1), (16, 32, 1, 1), (64, 128, 3, 4), (128, 128, 3, 8))]
+TILES = [TileConfig.of(block) for block in STAGES]
 
 
 def weight(rows: int, columns: int, format: str, experts: int | None = EXPERTS) -> LinearWeight:
@@ -39,7 +41,8 @@ def main() -> None:
                     shared_w2=weight(DIM, INNER, shared, None), k=K, scale=1.5, temperature=1.0, limit=10.0,
                 )
             )  # fmt: skip
-            for config in CONFIGS:
+            layer = with_products(layer)
+            for config in (*CONFIGS, *(TILES if layer.products else [])):
                 for tokens in (1, 9, 70):
                     x = torch.randn(tokens, DIM, device="cuda").bfloat16()
                     token_ids = torch.randint(-1, 16, (tokens,), device="cuda")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from abyssal.ops.linear import LinearWeight, dequantize, e8m0_to_float
 from abyssal.ops.moe import ExpertLayer, expert_layer, moe, route, swiglu
+from abyssal.ops.moe import gluon as tiles
 from abyssal.ops.moe import triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -166,8 +167,14 @@ FEW, MANY, SPLIT = config(8, 64, 1, 1), config(16, 128, 2, 4), config(8, 32, 1, 
 REAL = {"v4": (4096, 2048, 128, "fp8"), "v4.1": (5120, 2304, 32, "fp8_32")}  # D, I, tile, shared expert
 
 
-def run(layer: ExpertLayer, x: Tensor, ids: Tensor, config: kernels.MoeConfig | None = None) -> Tensor:
-    return kernels.moe(x, ids, kernels.prepare_experts(layer), config=config)
+TILES = [kernels.TileConfig.of(block) for block in kernels.STAGES]
+
+
+def run(layer: ExpertLayer, x: Tensor, ids: Tensor, config: kernels.MoeConfig | kernels.TileConfig | None = None) -> Tensor:
+    experts = kernels.prepare_experts(layer)
+    if isinstance(config, kernels.TileConfig):
+        experts = tiles.with_products(experts)
+    return kernels.moe(x, ids, experts, config=config)
 
 
 def assert_close(out: Tensor, expected: Tensor) -> None:
@@ -427,6 +434,25 @@ def test_bad_input_is_named() -> None:
         run(layer, x, ids[:1])
 
 
+def test_tiles_refuse_what_they_do_not_take() -> None:
+    def refusal(dim: int, inner: int, kind: str, tile: int | None) -> str | None:
+        return tiles.refusal(kernels.prepare_experts(random_layer(dim, inner, 1, 1, kind, tile, "plain")))
+
+    assert refusal(256, 512, "fp4", 128) is refusal(512, 256, "fp4", None) is None
+    assert refusal(256, 256, "fp8", 128) == "weights are fp8 and fp8, not fp4"
+    for dim, inner in ((128, 256), (256, 384), (640, 256)):
+        assert "multiples of 256" in str(refusal(dim, inner, "fp4", 32)), (dim, inner)
+    assert "for each 256" in str(refusal(256, 256, "fp4", 256))
+
+
+def test_many_tokens_take_tiles_where_there_are_any() -> None:
+    """Blocks by the mean number of tokens per expert; in batch-invariant mode the kernel for few."""
+    blocks = [kernels.moe_config(6 * tokens, 256, tiles=True).block_tokens for tokens in (128, 512, 1024, 2048, 4096)]
+    assert blocks == [16, 16, 32, 64, 128]
+    for choices, invariant in ((512, False), (24576, True)):
+        assert isinstance(kernels.moe_config(choices, 256, invariant, tiles=True), kernels.MoeConfig)
+
+
 def test_few_choices_need_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without one the same bits, twice: the last program of a tile leaves its counter as it was."""
     layer = kernels.prepare_experts(random_layer(128, 128, 4, 2, "fp4", 128, "plain", hashed=True))
@@ -451,19 +477,24 @@ def test_programs_of_one_token_run_at_once() -> None:
         assert kernels._fitting(few, columns, "fp4", programs).chunks == chunks, f"{programs} programs"
 
 
+CONFIGS = {
+    "default": (None,),
+    "few": (config(8, 32, 2, 1), config(16, 64, 2, 1)),
+    "many": (config(16, 128, 3, 4), config(64, 128, 3, 4), config(128, 128, 3, 8)),
+    "tiles": TILES,
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 7, 64, 300, 1000])
 @pytest.mark.parametrize("name", REAL)
-def test_real_sizes_match_the_reference(name: str, tokens: int) -> None:
+@pytest.mark.parametrize("configs", CONFIGS)
+def test_real_sizes_match_the_reference(configs: str, name: str, tokens: int) -> None:
     dim, inner, tile, shared = REAL[name]
     layer = random_layer(dim, inner, 32, 6, "fp4", tile, shared)
     x, ids = random_input(tokens, dim)
     expected = expert_layer(x, ids, layer)
-    few, many = (
-        (config(8, 32, 2, 1), config(16, 64, 2, 1)),
-        (config(16, 128, 3, 4), config(64, 128, 3, 4), config(128, 128, 3, 8)),
-    )
-    for chosen in (None, *few, *many):
+    for chosen in CONFIGS[configs]:
         out = run(layer, x, ids, chosen)
         assert_close(out, expected)
         error = (out.float() - expected.float()).square().mean(1) / expected.float().square().mean(1)
@@ -492,12 +523,70 @@ def test_route_of_many_tokens(tokens: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chosen", [FEW, config(16, 32, 2, 1), config(64, 128, 3, 4)], ids=str)
-def test_all_tokens_to_the_same_experts(chosen: kernels.MoeConfig) -> None:
+@pytest.mark.parametrize("chosen", [FEW, config(16, 32, 2, 1), config(64, 128, 3, 4), kernels.TileConfig.of(64)], ids=str)
+def test_all_tokens_to_the_same_experts(chosen: kernels.MoeConfig | kernels.TileConfig) -> None:
     layer = random_layer(1024, 512, 16, 2, "fp4", 128, hashed=True)
     x, ids = random_input(300, 1024)
     ids.fill_(3)
     assert_close(run(layer, x, ids, chosen), expert_layer(x, ids, layer))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dim", "inner", "tile", "block"), [(256, 512, None, 16), (768, 256, 64, 32), (512, 768, 32, 64), (512, 256, 128, 128)]
+)
+def test_tiles_of_ragged_blocks(dim: int, inner: int, tile: int | None, block: int) -> None:
+    """Experts without tokens, with few and with several blocks; NaN in rows that fill up the batch reaches nobody."""
+    layer = random_layer(dim, inner, 24, 3, "fp4", tile, "plain", hashed=True)
+    x, _ = random_input(300, dim)
+    ids = torch.randint(0, 300, (300,), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2)).sub(200).clamp(0, 15)
+    expected = expert_layer(x, ids, layer)
+    x, ids = x.repeat_interleave(2, 0), ids.repeat_interleave(2)
+    x[1::2], ids[1::2] = float("nan"), -1
+    out = run(layer, x, ids, kernels.TileConfig.of(block))
+    assert (out[1::2] == 0).all()
+    assert_close(out[::2], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REAL)
+def test_tiles_of_parts_of_several_ranks(name: str) -> None:
+    dim, inner, tile, shared = REAL[name]
+    layer = random_layer(dim, inner, 24, 6, "fp4", tile, shared)
+    x, ids = random_input(200, dim)
+    chosen, weights = kernels.choices_of(x, ids, tiles.with_products(kernels.prepare_experts(layer)))
+    chosen[7] = -1
+    total = torch.zeros(200, dim, device=DEVICE)
+    for first, stop in ((0, 1), (1, 16), (16, 24)):
+        cut = tiles.with_products(kernels.prepare_experts(experts_of(layer, first, stop)))
+        assert cut.products is not None
+        total += kernels.part_of_experts(x, chosen, weights, cut, first)
+    assert total[7].eq(0).all()
+    kept = torch.arange(200, device=DEVICE) != 7
+    assert_close(total[kept].bfloat16(), moe(x[kept], chosen[kept], weights[kept], layer.w13, layer.w2, layer.limit).bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REAL)
+def test_a_token_keeps_its_bits_in_tiles(name: str) -> None:
+    """Wherever in a tile, and among whichever others: one order of every sum."""
+    dim, inner, tile, shared = REAL[name]
+    layer = tiles.with_products(kernels.prepare_experts(random_layer(dim, inner, 8, 6, "fp4", tile, shared)))
+    x, ids = random_input(400, dim)
+    order = torch.randperm(400, device=DEVICE)[:250]
+    for config in TILES:
+        choice = kernels.route(x, ids, layer, config)
+        part = kernels.Choice(*(value[order].contiguous() for value in (choice.experts, choice.weights, choice.inputs)))
+        together = kernels.routed_experts(choice, layer, config).outputs.view(400, -1)
+        assert torch.equal(kernels.routed_experts(part, layer, config).outputs.view(250, -1), together[order])
+
+
+@pytest.mark.gpu
+def test_tiles_of_many_experts() -> None:
+    """All of V4.1's, some of which few tokens want."""
+    layer = random_layer(5120, 2304, 384, 6, "fp4", 32, "fp8_32")
+    x, ids = random_input(500, 5120)
+    assert_close(run(layer, x, ids, kernels.TileConfig.of(16)), expert_layer(x, ids, layer))
 
 
 @pytest.mark.gpu  # the interpreter's products give a row other bits by its place in a tile

@@ -105,6 +105,13 @@ class KernelOps:
 
             self._score = hopper_score.index_score
             gluon.append("index_score")
+        self._experts: Any = None  # the module of products over FP4 experts
+        self._refused = False
+        if backend == "hopper" and not batch_invariant:
+            from abyssal.ops.moe import gluon as hopper_moe
+
+            self._experts = hopper_moe
+            gluon.append("moe")
         self._attention = partial(attention, batch_invariant=batch_invariant)
         self._handovers: list[Any] = []  # the last is in use, graphs may have captured the others
         self._reserve(max_tokens)
@@ -332,7 +339,15 @@ class KernelOps:
         return portable_hc.expand(streams, out, post, comb)
 
     def prepare_experts(self, layer: ExpertLayer) -> KernelExperts:
-        return prepare_experts(layer)
+        experts = prepare_experts(layer)
+        if self._experts is None:
+            return experts
+        refusal = self._experts.refusal(experts)
+        if refusal and not self._refused:
+            log.info("ops: moe Triton: %s", refusal)
+            self._refused = True
+        prepared: KernelExperts = self._experts.with_products(experts)
+        return prepared
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:
         beside = self._shared if len(x) <= BESIDE_TOKENS else None

@@ -16,6 +16,7 @@ A token's sum over K has one order within each of the two kernels, and number of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,6 +152,7 @@ class KernelExperts:
     scale: float
     temperature: float
     limit: float
+    products: Products | None = None  # of many tokens, where they are not this module's
 
 
 def prepare_experts(layer: ExpertLayer) -> KernelExperts:
@@ -201,17 +203,47 @@ class MoeConfig:
         product = ProductConfig(block_tokens, block_rows, chunks, warps, split)
         return cls(product, product)
 
+    @property
+    def steps(self) -> bool:
+        """Whether inputs lie as the tensor core numbers K, see `place`."""
+        return self.up.warps > 1
 
-def moe_config(choices: int, experts: int, batch_invariant: bool = False) -> MoeConfig:
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Launch config of the products of `gluon.py`."""
+
+    block_tokens: int
+    stages: int  # of 256 columns in shared memory
+
+    @classmethod
+    def of(cls, block_tokens: int) -> TileConfig:
+        """With as many stages as shared memory holds."""
+        return cls(block_tokens, STAGES[block_tokens])
+
+    @property
+    def steps(self) -> bool:
+        return True
+
+
+STAGES = {16: 5, 32: 4, 64: 3, 128: 2}  # by the tokens of a block: as many as shared memory holds
+
+
+def moe_config(choices: int, experts: int, batch_invariant: bool = False, tiles: bool = False) -> MoeConfig | TileConfig:
     """By the mean number of tokens per expert. Only the kernel decides the bits of a token, so invariance means the one for few tokens.
 
     Measured on an H200 with 256 experts: blocks of 8 tokens, 32 rows of weights per program reach 84 % of the memory's roof at 32 and 64
     tokens, 16 rows by two warps are better at 1; from 128 tokens on blocks of 16 through shared memory, at 4,096 blocks of 128.
+
+    Args:
+        tiles: products are those of `gluon.py`, which are faster from 128 tokens on (988 us in place of 1,269), at 2,048 1.5 times.
     """
     mean = choices / experts
     if mean <= 2 or batch_invariant:
         few = choices <= PLANLESS_CHOICES
         return MoeConfig.of(8, 16 if few else 32, 2, 1, 2 if few and not batch_invariant else 1)
+    if tiles:
+        return TileConfig.of(16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 56 else 128)
     if mean <= 16:
         return MoeConfig.of(16, 128, 3, 4)
     return MoeConfig.of(64, 128, 3, 4) if mean <= 56 else MoeConfig.of(128, 128, 3, 8)
@@ -721,7 +753,7 @@ def moe_swiglu(
     kept = column < I
     g = to_fp32(tl.load(gate + token * gate_stride + column, mask=kept, other=0.0))
     u = to_fp32(tl.load(up + token * up_stride + column, mask=kept, other=0.0))
-    hidden = _swiglu(g, u, limit)
+    hidden = swiglu(g, u, limit)
     if TILE is None:
         tl.store(out + token * I + column, to_bf16(hidden), mask=kept)
     else:
@@ -779,7 +811,7 @@ def moe_plan(
 
 
 @triton.jit
-def _swiglu(gate, up, limit):
+def swiglu(gate, up, limit):
     """silu(min(gate, limit)) clamp(up, -limit, limit) of fp32 values (V4 spec 2.11)."""
     gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
     up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
@@ -791,7 +823,7 @@ def _hidden(sums, weight, limit, ROWS: tl.constexpr, TOKENS: tl.constexpr):
     """sums [2 ROWS, TOKENS], in every 16 rows 8 of the gate and 8 of up -> bf16 [ROWS, TOKENS] (V4 spec 2.11, 3.5)."""
     pairs = tl.permute(tl.reshape(sums, (ROWS // 8, 2, 8, TOKENS)), (0, 2, 3, 1))
     gate, up = tl.split(tl.reshape(pairs, (ROWS, TOKENS, 2)))
-    return to_bf16(_swiglu(round_like(gate, True), round_like(up, True), limit) * weight)
+    return to_bf16(swiglu(round_like(gate, True), round_like(up, True), limit) * weight)
 
 
 @triton.jit
@@ -973,7 +1005,7 @@ def moe(
     *,
     batch_invariant: bool = False,
     beside: torch.cuda.Stream | None = None,
-    config: MoeConfig | None = None,
+    config: MoeConfig | TileConfig | None = None,
 ) -> Tensor:
     """`abyssal.ops.moe.expert_layer` for bf16: x [T, D], token_ids int [T] -> bf16 [T, D].
 
@@ -989,7 +1021,7 @@ def moe(
     _check(x, token_ids, experts)
     if len(x) == 0:
         return torch.empty_like(x)
-    config = config or moe_config(len(x) * experts.k, experts.w13.shape[0], batch_invariant)
+    config = config or moe_config(len(x) * experts.k, experts.w13.shape[0], batch_invariant, experts.products is not None)
     # A few choices take as long as the shared expert, which then begins with the router. With a plan it begins behind it, or it still holds
     # multiprocessors when `moe_up` begins: 2 (V4) to 3 % (V4.1) of a step of 8 tokens.
     routes_first = beside is not None and len(x) * experts.k > PLANLESS_CHOICES
@@ -1010,14 +1042,16 @@ def _check(x: Tensor, token_ids: Tensor, experts: KernelExperts) -> None:
         raise ValueError(f"token_ids is {token_ids.dtype} {tuple(token_ids.shape)}, expected int [{len(x)}]")
 
 
-def route(x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfig, batch_invariant: bool = False) -> Choice:
+def route(
+    x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfig | TileConfig, batch_invariant: bool = False
+) -> Choice:
     """Choose experts, and round the input to the grid of the experts' first product."""
     tokens, dim = x.shape
     (logits,) = linear(x, experts.gate, batch_invariant=batch_invariant)
     chosen = torch.empty(tokens, experts.k, dtype=torch.int32, device=x.device)
     weights = torch.empty(tokens, experts.k, dtype=torch.float32, device=x.device)
     inputs = torch.empty(tokens, experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
-    constants = _input_constants(dim, experts.w13, config.up)
+    constants = _input_constants(dim, experts.w13, config.steps)
     programs = tokens, 1 + constants["DP"] // constants["WIDTH"]
     moe_route[programs](
         logits, logits.stride(0), experts.bias, experts.tid2eid, token_ids, x, chosen, weights, inputs, experts.scale,
@@ -1027,13 +1061,25 @@ def route(x: Tensor, token_ids: Tensor, experts: KernelExperts, config: MoeConfi
     return Choice(chosen, weights, inputs)
 
 
-def _input_constants(dim: int, weight: KernelWeight, config: ProductConfig) -> dict[str, Any]:
+def _input_constants(dim: int, weight: KernelWeight, steps: bool) -> dict[str, Any]:
     columns = weight.shape[2]
     quant = None if weight.tile is None else Grid(columns, "e4m3", weight.tile, "ue8m0")
     return {
         "D": dim, "DP": columns, "WIDTH": min(512, columns & -columns), "quant": quant, "TILE": weight.tile or 1,
-        "FORMAT": weight.format, "STEPS": config.warps > 1,
+        "FORMAT": weight.format, "STEPS": steps,
     }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The choices by expert, cut into blocks: what `moe_plan` writes."""
+
+    plan: Tensor  # int32 [3, count]
+    order: Tensor  # int32 [choices]
+    count: int
+
+
+Products = Callable[["Choice", "KernelExperts", Blocks, TileConfig], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -1044,17 +1090,20 @@ class Routed:
     count: int
 
 
-def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *, first: int = 0) -> Routed:
+def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig | TileConfig, *, first: int = 0) -> Routed:
     """The outputs of all choices: three launches, or two for a few choices, which need no plan.
 
     Args:
         first: the number of the first expert of `experts`, where a rank holds some of them; choices of others are left out.
     """
-    tokens, k = choice.experts.shape
-    choices = tokens * k
+    choices = choice.experts.numel()
     count, _, columns = experts.w13.shape
     _, rows, inner = experts.w2.shape
     _, up_rows, _ = experts.w13.shape
+    if isinstance(config, TileConfig):
+        assert experts.products is not None, f"{config}: these experts have no such products"
+        blocks, _ = _blocks(choice, count, first, config.block_tokens, 1)
+        return Routed(experts.products(choice, experts, blocks, config), choice.experts, first, count)
     up = _fitting(config.up, columns, experts.w13.format, up_rows // config.up.block_rows * choices)
     down = _fitting(config.down, inner, experts.w2.format, rows // config.down.block_rows * choices)
     assert (up.block_tokens, up.warps) == (down.block_tokens, down.warps), f"{config}: the products share their blocks of tokens"
@@ -1065,24 +1114,16 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
     if choices <= PLANLESS_CHOICES:
         blocks, plan, order, counters = choices, choice.experts, None, experts.arrivals
     else:
-        blocks = num_blocks(choices, count, up.block_tokens)
-        counters = torch.empty(blocks, arrivals, dtype=torch.int32, device=device)
-        order = torch.empty(choices, dtype=torch.int32, device=device)
-        plan = torch.empty(3, blocks, dtype=torch.int32, device=device)
-        span = min(4096, max(128, triton.next_power_of_2(choices)))
-        moe_plan[(count + 1,)](
-            choice.experts, order, plan, counters, choices, blocks, first, E=count, EP=triton.next_power_of_2(count),
-            BLOCK=up.block_tokens, SPAN=span, ARRIVALS=arrivals, EARLY=early, num_warps=4 if span <= 1024 else 8, launch_pdl=early,
-        )  # fmt: skip
+        sorted_, counters = _blocks(choice, count, first, up.block_tokens, arrivals)
+        blocks, plan, order = sorted_.count, sorted_.plan, sorted_.order
     hidden = torch.empty(choices, inner, dtype=torch.bfloat16, device=device)
     outputs = torch.empty(choices, rows, dtype=torch.bfloat16, device=device)
     quant = None if tile is None else Grid(inner, "e4m3", tile, "ue8m0")
     moe_up[(up_rows // up.block_rows, blocks)](
         choice.inputs, experts.w13.words, experts.w13.scale, plan, order, choice.weights, hidden, counters, blocks, experts.limit, first,
-        E=count, K=columns, I=inner, CHOICES=k, TOKENS=up.block_tokens, ROWS=up.block_rows, CHUNKS=up.chunks, WARPS=up.warps,
-        SPLIT=up.split, FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early,
-        num_warps=up.warps * up.split, num_stages=1,
-        launch_pdl=early,
+        E=count, K=columns, I=inner, CHOICES=choice.experts.shape[1], TOKENS=up.block_tokens, ROWS=up.block_rows, CHUNKS=up.chunks,
+        WARPS=up.warps, SPLIT=up.split, FORMAT=experts.w13.format, OUT=experts.w2.format, quant=quant, TILE=tile or 1, EARLY=early,
+        num_warps=up.warps * up.split, num_stages=1, launch_pdl=early,
     )  # fmt: skip
     moe_down[(rows // down.block_rows, blocks)](
         hidden, experts.w2.words, experts.w2.scale, plan, order, outputs, None if order is None else counters, blocks, first, E=count,
@@ -1090,6 +1131,22 @@ def routed_experts(choice: Choice, experts: KernelExperts, config: MoeConfig, *,
         WARPS=down.warps, SPLIT=down.split, FORMAT=experts.w2.format, EARLY=early, num_warps=down.warps * down.split, num_stages=1, launch_pdl=early,
     )  # fmt: skip
     return Routed(outputs, choice.experts, first, count)
+
+
+def _blocks(choice: Choice, experts: int, first: int, block_tokens: int, arrivals: int) -> tuple[Blocks, Tensor]:
+    """The choices of experts `first` .. in blocks of so many, and int32 [blocks, arrivals] of zeros."""
+    device, early = choice.experts.device, choice.experts.is_cuda
+    choices = choice.experts.numel()
+    count = num_blocks(choices, experts, block_tokens)
+    counters = torch.empty(count, arrivals, dtype=torch.int32, device=device)
+    order = torch.empty(choices, dtype=torch.int32, device=device)
+    plan = torch.empty(3, count, dtype=torch.int32, device=device)
+    span = min(4096, max(128, triton.next_power_of_2(choices)))
+    moe_plan[(experts + 1,)](
+        choice.experts, order, plan, counters, choices, count, first, E=experts, EP=triton.next_power_of_2(experts),
+        BLOCK=block_tokens, SPAN=span, ARRIVALS=arrivals, EARLY=early, num_warps=4 if span <= 1024 else 8, launch_pdl=early,
+    )  # fmt: skip
+    return Blocks(plan, order, count), counters
 
 
 def shared_expert(x: Tensor, experts: KernelExperts, batch_invariant: bool = False) -> Tensor:
@@ -1140,14 +1197,20 @@ def choices_of(x: Tensor, token_ids: Tensor, experts: KernelExperts, *, batch_in
 
 
 def part_of_experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int, *, config: MoeConfig | None = None
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: KernelExperts,
+    first: int,
+    *,
+    config: MoeConfig | TileConfig | None = None,
 ) -> Tensor:
     """`abyssal.ops.moe.moe` for bf16: x [T, D], chosen int32 [T, k], weights fp32 [T, k] -> fp32 [T, D], of the experts that are here."""
     tokens, dim = x.shape
     if tokens == 0:
         return torch.empty(0, dim, dtype=torch.float32, device=x.device)
     here = experts.w13.shape[0]
-    config = config or moe_config(tokens * experts.k * here // experts.num_experts, here)
+    config = config or moe_config(tokens * experts.k * here // experts.num_experts, here, tiles=experts.products is not None)
     return moe_total(_routed_here(x, chosen, weights, experts, first, config), None, None, dim, early=x.is_cuda)
 
 
@@ -1170,9 +1233,11 @@ def sum_of_choices(outputs: Tensor, chosen: Tensor, shared: Tensor, token_ids: T
     return moe_total(routed, shared, token_ids, shared.shape[1], early=False)
 
 
-def _routed_here(x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int, config: MoeConfig) -> Routed:
+def _routed_here(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: KernelExperts, first: int, config: MoeConfig | TileConfig
+) -> Routed:
     inputs = torch.empty(len(x), experts.w13.shape[2], dtype=torch.bfloat16, device=x.device)
-    constants = _input_constants(x.shape[1], experts.w13, config.up)
+    constants = _input_constants(x.shape[1], experts.w13, config.steps)
     moe_input[len(x), constants["DP"] // constants["WIDTH"]](x, inputs, **constants, num_warps=1)
     return routed_experts(Choice(chosen, weights, inputs), experts, config, first=first)
 
