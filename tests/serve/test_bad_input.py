@@ -147,10 +147,15 @@ def test_unknown_fields_are_named() -> None:
     for path, name, words in (
         (CHAT, "temprature", "did you mean 'temperature'?"), (RAW, "max_token", "did you mean 'max_tokens'?"), (CHAT, "zzz", "leave it out"),
         (RAW, "messages", "/v1/chat/completions"), (CHAT, "prompt", "/v1/completions"), (CHAT, "input", "/v1/responses"),
+        (CHAT, "max_new_tokens", "here it is 'max_tokens'"), (CHAT, "enable_thinking", "here it is 'chat_template_kwargs'"),
+        (CHAT, "thinking", "use chat_template_kwargs"), (CHAT, "separate_reasoning", "reasoning is always apart"),
         (CHAT, "guided_json", "use response_format"), (RAW, "guided_choice", "use response_format on /v1/chat/completions"),
     ):  # fmt: skip
         assert words in refuse(path, {name: {}}, param=name)
-    refuse(RAW, {"stream": True, "stream_options": {"include_use": True}}, param="stream_options.include_use")
+    for name in ("include_use", "continuous_usage_stats"):
+        assert f"'stream_options.{name}'" in refuse(
+            RAW, {"stream": True, "stream_options": {name: True}}, param=f"stream_options.{name}"
+        )
 
 
 def test_unknown_fields_in_bulk_are_refused_in_short() -> None:
