@@ -71,7 +71,8 @@ class OptionSpec:
             return number
         if self.type is float and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
             return float(text)
-        raise ConfigError(f"{source}={show(text)} must be {self.wanted}")
+        suffixed = self.type is int and not self.in_bytes and re.fullmatch(r"[\d.]+[kKmM]", text)  # 1000 or 1024 times?
+        raise ConfigError(f"{source}={show(text)} must be {self.wanted}{', in digits only, such as 32768' if suffixed else ''}")
 
     @property
     def wanted(self) -> str:
