@@ -30,6 +30,7 @@ clean:
 
 # Stamps: installed again when the dependencies change. The package itself is editable, so its code never goes stale.
 .venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing PyTorch and what else is needed into .venv, quietly: this takes minutes, and gigabytes on Linux"
 	$(INSTALL) --editable .
 	touch $@
 

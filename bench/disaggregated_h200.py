@@ -28,6 +28,7 @@ from abyssal.engine.engine import Engine
 from abyssal.engine.link import open_link
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
 from abyssal.kv.planner import layer_bytes, sequence_cost
+from bench.gpus import require_gpus
 
 PREFILL, DECODE = 0, 1
 TOKENS = 24  # generated per measured request
@@ -180,6 +181,8 @@ def main() -> None:
     parser.add_argument("--kv-cache-bytes", type=int, default=8 << 30)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.device == "cuda":
+        require_gpus(2, "--device cpu runs on any machine")
     config = EngineConfig(
         model=args.model, device=args.device, kv_cache_bytes=args.kv_cache_bytes, max_num_seqs=64, enable_prefix_caching=False
     )

@@ -32,6 +32,7 @@ from abyssal.config import EngineConfig, from_sources
 from abyssal.engine.engine import Engine
 from abyssal.measure.ceilings import Ceilings, measure_ceilings, synchronised
 from abyssal.measure.steps import Decode, Failed, Row, as_dict, decode_rows, measure_prefill
+from bench.gpus import require_gpus
 from bench.slices import SLICES, random_weights, slice_config, write_slice
 
 LONG = 1 << 20
@@ -201,6 +202,8 @@ def main() -> None:
     args.steps = args.steps or (QUICK_STEPS if quick else STEPS)
     variants = args.variants if args.variants is not None else ([] if quick else default_variants())
     device = torch.device(dict(pair.split("=", 1) for pair in args.set).get("device", "cuda"))
+    if device.type == "cuda":
+        require_gpus(1)
     ceilings = measure_ceilings(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     report = Report(args.json, ceilings)
     for model in args.models:

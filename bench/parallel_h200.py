@@ -40,6 +40,7 @@ from abyssal.measure.ceilings import synchronised
 from abyssal.parallel.comm import ALONE, Comm, LocalExperts
 from abyssal.parallel.mesh import Mesh
 from abyssal.parallel.ranks import RankComm, exchange
+from bench.gpus import require_gpus
 
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 700, 64
 ROWS, CHUNK = 64, 100  # logits compared of each prompt; tokens of the smaller chunks
@@ -312,6 +313,8 @@ def main() -> None:
     args = parser.parse_args()
     present = torch.cuda.device_count() if args.device == "cuda" else 2
     gpus = args.gpus or [n for n in (2, 4) if n <= present]
+    if args.device == "cuda":
+        require_gpus(max([1, *gpus]), "--device cpu --equality-only runs on any machine")
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"}
     if not args.slice_only:
         result["equality"] = compare(gpus, args.device)

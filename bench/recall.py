@@ -1,6 +1,6 @@
 """tiny-v4 on the recall documents on a GPU, by record layouts: right answers, time to first token, peak memory.
 
-    python bench/recall.py DOCUMENTS [--tokens 32768 131072] [--records v4+fp8 v4+fp4] [--backend auto] [--json FILE]
+    python -m bench.recall DOCUMENTS [--tokens 32768 131072] [--records v4+fp8 v4+fp4] [--backend auto] [--json FILE]
 
 DOCUMENTS is the file `recall.safetensors` that the checkpoint's model card describes. Records are main, compressed where it differs, and
 index keys. A document is prefilled as a whole, its questions included; a question is right where all five digits of its answer are
@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from abyssal import LLM
+from bench.gpus import require_gpus
 
 TOKENS = (2048, 8192, 32768, 131072, 524288, 1048576)
 RECORDS = ("bf16+bf16", "v4+fp8", "v4+fp4", "v41+v41_fp4+fp4")
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-bytes", type=int, default=4 << 30)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    require_gpus(1)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; cache of {args.kv_cache_bytes / 2**30:.1f} GiB")
     print(f"{'tokens':>8} {'records':16} {'right':>7} {'stored':>6} {'first token s':>13} {'tokens/s':>9} {'peak GiB':>8}")
     results = []

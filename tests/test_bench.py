@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from dataclasses import replace
@@ -196,6 +197,14 @@ def test_a_long_prefill_is_sampled_between_its_ends(tmp_path: Path, monkeypatch:
     assert asked[:3] == asked[3:6] == [(0, 32), (128, 32), (288, 32)] and row.sampled == 3
     assert row.seconds == pytest.approx(sum(1.0 + start for start in range(0, 320, 32)))
     assert not any(engine.stats().pages_by_kind.values())
+
+
+@pytest.mark.parametrize("name", ["engine_h200", "parallel_h200", "disaggregated_h200", "recall"])
+def test_a_benchmark_that_needs_gpus_says_so_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *(["documents"] if name == "recall" else [])])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"^error: this needs [12] CUDA GPU\(s\), and PyTorch sees 0(; --device cpu [a-z -]+)?$"):
+        importlib.import_module(f"bench.{name}").main()
 
 
 def test_slices_are_written_with_all_that_an_engine_reads(tmp_path: Path) -> None:

@@ -161,6 +161,14 @@ def test_wrong_texts_are_refused_naming_option_or_variable(name: str, texts: lis
             from_sources({}, {f"ABYSSAL_{name.upper()}": text})
 
 
+def test_numbers_with_a_suffix_are_to_be_written_out() -> None:
+    for spec in option_specs(EngineConfig):
+        for text in ("32k", "32K", "1.5M"):
+            if spec.type is int and not spec.in_bytes:
+                with pytest.raises(ConfigError, match=f"^{spec.name}='{text}' must be .*, in digits only, such as 32768$"):
+                    from_sources({spec.name: text}, {})
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [

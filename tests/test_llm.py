@@ -87,6 +87,15 @@ def test_params_that_are_none_are_refused(llm, bad):
         llm.generate([[5], [6]], bad)
 
 
+def test_sampling_params_have_their_name_in_every_method(llm):
+    """The name that they have in other engines: scripts pass them by it."""
+    message = {"role": "user", "content": "U"}
+    for call, prompt in ((llm.generate, [5]), (llm.stream, [5]), (llm.chat, [message]), (llm.stream_chat, [message])):
+        with pytest.raises(RequestError, match="^sampling_params must be SamplingParams, not dict$") as caught:
+            list(call(prompt, sampling_params={"temperature": 0}))
+        assert caught.value.param == "sampling_params"
+
+
 @pytest.mark.parametrize(
     "change", [{"n": "x"}, {"n": 2.0}, {"n": 0}, {"n": 10**5000}, {"stop": None}, {"temperature": None}, {"seed": "1"}]
 )

@@ -39,6 +39,10 @@ class EngineDeadError(AbyssalError):
 
 
 class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = 60  # characters: more than the longest name of a field or option
+
     def repr_int(self, x: int, level: int) -> str:
         """Python refuses to write integers of thousands of digits."""
         return super().repr_int(x, level) if x.bit_length() < 1024 else f"<integer of {x.bit_length()} bits>"

@@ -94,7 +94,7 @@ class LLM:
         return self._engine
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Complete every prompt (text or token ids), all in one batch; outputs in the order of the prompts.
 
@@ -102,9 +102,11 @@ class LLM:
             RequestError: a prompt or parameter is bad; nothing is generated then.
         """
         many = _as_prompts(prompts)
-        each = list(params) if isinstance(params, list | tuple) else [params] * len(many)
+        each = list(sampling_params) if isinstance(sampling_params, list | tuple) else [sampling_params] * len(many)
         if len(each) != len(many):
-            raise RequestError(f"{len(many)} prompts but {len(each)} SamplingParams; give one, or one per prompt", param="params")
+            raise RequestError(
+                f"{len(many)} prompts but {len(each)} SamplingParams; give one, or one per prompt", param="sampling_params"
+            )
         jobs = [self._job(p, _checked(sp)) for p, sp in zip(many, each, strict=True)]
         for _ in self._run(jobs):
             pass
@@ -113,7 +115,7 @@ class LLM:
     def chat(
         self,
         messages: list[dict[str, Any]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         thinking: bool | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> RequestOutput:
@@ -126,7 +128,7 @@ class LLM:
         Raises:
             RequestError: a message, tool or parameter is bad.
         """
-        job = self._chat_job(messages, _checked(params), thinking, tools)
+        job = self._chat_job(messages, _checked(sampling_params), thinking, tools)
         for _ in self._run([job]):
             pass
         return job.output
@@ -134,16 +136,16 @@ class LLM:
     def stream_chat(
         self,
         messages: list[dict[str, Any]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         thinking: bool | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> Iterator[OutputDelta]:
         """As `chat` with n = 1, piece by piece. Leaving the loop early drops the request."""
-        return self._run([self._chat_job(messages, replace(_checked(params), n=1), thinking, tools)])
+        return self._run([self._chat_job(messages, replace(_checked(sampling_params), n=1), thinking, tools)])
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Complete one prompt piece by piece (n = 1). Leaving the loop early drops the request."""
-        return self._run([self._job(prompt, replace(_checked(params), n=1))])
+        return self._run([self._job(prompt, replace(_checked(sampling_params), n=1))])
 
     def logits(
         self,
@@ -392,6 +394,6 @@ def _checked(params: Any) -> SamplingParams:
     """
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
-        raise RequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+        raise RequestError(f"sampling_params must be SamplingParams, not {type(params).__name__}", param="sampling_params")
     params.validate()
     return params

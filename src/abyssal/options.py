@@ -15,6 +15,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from abyssal.elsewhere import ABSENT, HERE
 from abyssal.errors import ConfigError, show
 
 ENV_PREFIX = "ABYSSAL_"
@@ -70,7 +71,8 @@ class OptionSpec:
             return number
         if self.type is float and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
             return float(text)
-        raise ConfigError(f"{source}={show(text)} must be {self.wanted}")
+        suffixed = self.type is int and not self.in_bytes and re.fullmatch(r"[\d.]+[kKmM]", text)  # 1000 or 1024 times?
+        raise ConfigError(f"{source}={show(text)} must be {self.wanted}{', in digits only, such as 32768' if suffixed else ''}")
 
     @property
     def wanted(self) -> str:
@@ -184,10 +186,25 @@ def check_environment(env: Mapping[str, str], classes: Iterable[type]) -> None:
 
 
 def hint(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """The end of a message about the unknown `name`: the closest of the `known` ones, otherwise what else to do, or all of them."""
-    shown = {other.removeprefix(ENV_PREFIX): other for other in sorted(known)}  # what all share says nothing
+    """The end of a message about the unknown `name`: what it says to other engines, the closest of the `known` ones, otherwise what else
+    to do, or all of them."""
+    known = sorted(known)
+    word, words = _word(name), {_word(other): other for other in known}
+    here = HERE.get(word, word)
+    if here in words:
+        return f"; here it is {words[here]!r}"
+    if (switch := here.removeprefix("no_")) in words:
+        return f"; here it is {words[switch]}=False"
+    if word in ABSENT:
+        return f"; leave it out: {ABSENT[word]}"
+    shown = {other.removeprefix(ENV_PREFIX): other for other in known}  # what all share says nothing
     close = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), shown, n=1)
-    return f"; did you mean {shown[close[0]]!r}?" if close else f"; {otherwise or 'known: ' + ', '.join(sorted(known))}"
+    return f"; did you mean {shown[close[0]]!r}?" if close else f"; {otherwise or 'known: ' + ', '.join(known)}"
+
+
+def _word(name: str) -> str:
+    """A field's, flag's or variable's name as a field's."""
+    return name.removeprefix(ENV_PREFIX).strip("-").replace("-", "_").lower()
 
 
 def _parse_integer(text: str, in_bytes: bool) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def test_rows_of_every_size_with_their_ops_and_roofs(call: Call, family: str, tm
     done = call(
         "bench", str(folder), *SMALL, "--batches", "2, 1,2", "--contexts", "40,999999", "--prefills", "100,999999", "--json"
     )
-    assert done.code == 0, done.err
+    assert done.code == 1 and done.err.endswith("error: 2 of 5 rows could not be measured; they say why\n"), done.err
     report = json.loads(done.out)
     assert report["options"]["device"] == "cpu" and "random records" in report["note"] and report["ceilings"]["copy"] > 0
     kinds = [(row["kind"], row.get("batch"), row.get("context", row.get("tokens"))) for row in report["rows"]]
@@ -35,6 +36,15 @@ def test_rows_of_every_size_with_their_ops_and_roofs(call: Call, family: str, tm
     prefill = report["rows"][-2]
     assert prefill["sampled"] is None and prefill["chunk"] == 64 and {"sparse_attention", "moe"} <= prefill["share"].keys()
     assert "max_model_len" in report["rows"][-1]["error"]
+
+
+def test_a_batch_that_has_no_room_says_how_many_have(call: Call, tmp_path: Path) -> None:
+    folder = write_small("v4", tmp_path, seed=1)
+    small = ("--device", "cpu", "--kv-cache-bytes", "8MiB", "--steps", "2", "--contexts", "3000", "--prefills", "0", "--json")
+    done = call("bench", str(folder), *small, "--batches", "1,64")
+    refused, measured = json.loads(done.out)["rows"]
+    assert done.code == 1 and measured["kind"] == "decode"
+    assert re.fullmatch("no room for more than [1-9][0-9]?; raise kv_cache_bytes or, .*", refused["error"]), refused
 
 
 def test_the_table_names_every_row_and_says_what_was_measured(call: Call, tmp_path: Path) -> None:

@@ -92,10 +92,15 @@ def test_a_stated_cache_size_wins(call: Call) -> None:
 
 def test_the_table_says_what_the_json_says(call: Call) -> None:
     args = (*PRO, "--kv-layout", "bf16", "--gpu-memory", "180GiB", "--gpus", "8")
-    text = " ".join(call("plan", *args).out.split())
+    text, report = " ".join(call("plan", *args).out.split()), planned(call, *args)
     for words in ("9.625 GiB", "83.88 GiB, 8.71 times", "9848 bytes per token", "c4_index", "65536", "9.6%", "50.7%", "32768"):
         assert words in text, words
-    report = planned(call, *args)
+    for length in report["lengths"]:
+        shown = [
+            f"{length[name]:.4g} GiB" if length[name] >= 1 else f"{length[name] * 1024:.4g} MiB"
+            for name in ("state", "payload", "pages")
+        ]
+        assert f"{length['tokens']} {' '.join(shown)}" in text
     assert f"hold {report['sequences_per_gpu']} such sequences, {report['sequences']} on all GPUs" in text
     assert "needs 4 such GPUs" in " ".join(call("plan", "--preset", "v4-flash", "--gpu-memory", "60GiB").out.split())
 

@@ -147,10 +147,15 @@ def test_unknown_fields_are_named() -> None:
     for path, name, words in (
         (CHAT, "temprature", "did you mean 'temperature'?"), (RAW, "max_token", "did you mean 'max_tokens'?"), (CHAT, "zzz", "leave it out"),
         (RAW, "messages", "/v1/chat/completions"), (CHAT, "prompt", "/v1/completions"), (CHAT, "input", "/v1/responses"),
+        (CHAT, "max_new_tokens", "here it is 'max_tokens'"), (CHAT, "enable_thinking", "here it is 'chat_template_kwargs'"),
+        (CHAT, "thinking", "use chat_template_kwargs"), (CHAT, "separate_reasoning", "reasoning is always apart"),
         (CHAT, "guided_json", "use response_format"), (RAW, "guided_choice", "use response_format on /v1/chat/completions"),
     ):  # fmt: skip
         assert words in refuse(path, {name: {}}, param=name)
-    refuse(RAW, {"stream": True, "stream_options": {"include_use": True}}, param="stream_options.include_use")
+    for name in ("include_use", "continuous_usage_stats"):
+        assert f"'stream_options.{name}'" in refuse(
+            RAW, {"stream": True, "stream_options": {name: True}}, param=f"stream_options.{name}"
+        )
 
 
 def test_unknown_fields_in_bulk_are_refused_in_short() -> None:
@@ -453,9 +458,15 @@ def test_unknown_routes(method: str, path: str, status: int) -> None:
     assert path in error_of(post(APP, path, b"{}") if method == "POST" else get(path), status, code="not_found")
 
 
-def test_a_route_that_misses_its_v1_is_told() -> None:
-    assert error_of(get("/models"), 404, code="not_found").endswith("did you mean /v1/models?")
-    assert "mean" not in error_of(get("/nothing"), 404, code="not_found")
+def test_an_unknown_route_is_told_the_one_that_is_meant_or_all() -> None:
+    paths = {route.path for route in APP.routes}
+    for path in paths:
+        other = path.removeprefix("/v1") if path.startswith("/v1") else f"/v1{path}"
+        assert error_of(get(other), 404, code="not_found").endswith(f"; did you mean {path}?")
+    for path in ("/nothing", "/version", "/generate", "/v1", "/"):
+        told = error_of(get(path), 404, code="not_found")
+        assert set(told.partition("; known: ")[2].split(", ")) == paths
+    assert len(error_of(get("/" + "x" * 5000), 404, code="not_found")) < 500
 
 
 def test_methods_that_a_route_does_not_have() -> None:

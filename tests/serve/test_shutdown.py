@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
+import pytest
 
 from abyssal.config import ServerConfig
 from abyssal.serve.run import end_signals
@@ -69,6 +72,17 @@ def test_ctrl_c_while_the_model_is_loaded() -> None:
     engine = process.engine()
     process.press(signal.SIGINT)
     check_clean(process, engine)
+
+
+@pytest.mark.parametrize("options", ["", "--dp 2", "--prefill-engines 1 --decode-engines 1"])
+def test_a_killed_server_leaves_no_files(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is too long for the name of a socket
+        monkeypatch.setenv("TMPDIR", folder)
+        process = start(*options.split())
+        assert list(Path(folder).glob("abyssal-*/*"))
+        process.process.kill()
+        until(lambda: not list(Path(folder).glob("abyssal-*")), "the files are gone")
+        process.wait()
 
 
 def test_a_port_that_is_taken_stops_the_start_before_the_model_is_loaded() -> None:

@@ -16,7 +16,7 @@ from abyssal.cli.console import log_to_stderr
 from abyssal.cli.options import config_options, model_argument, split_config
 from abyssal.config import EngineConfig
 from abyssal.engine.engine import Engine
-from abyssal.errors import ConfigError
+from abyssal.errors import AbyssalError, ConfigError
 from abyssal.measure.ceilings import Ceilings, measure_ceilings
 from abyssal.measure.steps import Decode, Failed, Prefill, Row, as_dict, decode_rows, measure_prefill
 from abyssal.options import build, check_options, option, option_specs
@@ -85,6 +85,8 @@ def command(as_json: bool, **given: Any) -> None:
         click.echo(json.dumps({**facts, "rows": [as_dict(row) for row in rows]}, indent=1))
     else:
         print_table(engine, ceilings, rows)
+    if failed := sum(isinstance(row, Failed) for row in rows):
+        raise AbyssalError(f"{failed} of {len(rows)} rows could not be measured; they say why")
 
 
 def measured(engine: Engine, lists: dict[str, list[int]], steps: int, ceilings: Ceilings) -> Iterator[Row]:

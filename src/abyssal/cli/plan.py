@@ -27,6 +27,7 @@ from abyssal.options import build, check_options, option, option_specs
 
 STEP_WORKSPACE = 4 << 30  # bytes assumed for a step's activations; the engine measures them when it starts
 WIDTH = 120  # columns of text that the widest table needs
+SIZES = ("state", "growing", "payload", "pages")  # columns in GiB
 LAYOUTS = ("kv_layout", "compressed_kv_layout", "index_layout")
 
 
@@ -167,28 +168,28 @@ def _print(report: dict[str, Any]) -> None:
     chosen = ", ".join(f"{name}={report[name]}" for name in LAYOUTS)
     console.print(f"{report['model']} ({report['family']}), one sequence of {report['context']} tokens, {chosen}", style="bold")
     console.print(
-        f"{report['payload']:.4g} GiB of records ({report['growing']:.4g} growing, {report['windows']:.4g} windows) and "
-        f"{report['state']:.4g} of state; {report['pages']:.4g} GiB in pages. {report['bytes_per_token']:g} bytes per token. "
-        f"A V3.2-style stack: {report['v32_style']:.4g} GiB, {report['ratio']:.3g} times as much.\n"
+        f"{_size(report['payload'])} of records ({_size(report['growing'])} growing, {_size(report['windows'])} windows) and "
+        f"{_size(report['state'])} of state; {_size(report['pages'])} in pages. {report['bytes_per_token']:g} bytes per token. "
+        f"A V3.2-style stack: {_size(report['v32_style'])}, {report['ratio']:.3g} times as much.\n"
     )
-    sizes = ["payload_bytes", "pages_bytes"]
+    kinds = [{**kind, "payload": kind["payload_bytes"] / GIB, "pages": kind["pages_bytes"] / GIB} for kind in report["kinds"]]
     _table(
-        console, "By kind", report["kinds"], ["kind", "group", "layout", "layers", "bytes_per_entry", "bytes_per_token", *sizes]
+        console, "By kind", kinds, ["kind", "group", "layout", "layers", "bytes_per_entry", "bytes_per_token", "payload", "pages"]
     )
     buckets = [{"bucket": name, **bucket} for name, bucket in report["buckets"].items()]
     _table(console, f"Buckets: a block of 256 tokens takes {report['block_bytes']} bytes", buckets, list(buckets[0]))
-    _table(console, "By length, GiB", report["lengths"], ["tokens", "payload", "state", "pages"])
+    _table(console, "By length", report["lengths"], ["tokens", "state", "payload", "pages"])
     _table(console, "Records, saving against v4", report["records"], ["layout", "bytes_per_entry", "saving"])
     columns = [*LAYOUTS, "bytes_per_token", "growing", "payload", "pages", "saving"]
-    _table(console, "Layouts, GiB, saving of payload against the first", report["stacks"], columns)
+    _table(console, "Layouts, saving of payload against the first", report["stacks"], columns)
     weights = report["weights"]
     console.print(
-        f"Weights: {weights['total']:.4g} GiB, of which experts {weights['experts']:.4g}; {weights['per_gpu']:.4g} GiB on each of "
-        f"{report['gpus']} GPU(s)." + (f" N-gram tables: {weights['on_disk']:.4g} GiB, on disk." if weights["on_disk"] else "")
+        f"Weights: {_size(weights['total'])}, of which experts {_size(weights['experts'])}; {_size(weights['per_gpu'])} on each of "
+        f"{report['gpus']} GPU(s)." + (f" N-gram tables: {_size(weights['on_disk'])}, on disk." if weights["on_disk"] else "")
     )
     if "sequences" in report:
         console.print(
-            f"Cache: {report['cache_per_gpu']:.4g} GiB per GPU hold {report['sequences_per_gpu']} such sequences, "
+            f"Cache: {_size(report['cache_per_gpu'])} per GPU hold {report['sequences_per_gpu']} such sequences, "
             f"{report['sequences']} on all GPUs."
         )
     if "least_gpus" in report and not report["sequences"]:
@@ -213,4 +214,10 @@ def _table(console: Console, title: str, rows: list[dict[str, Any]], columns: li
 def _shown(name: str, value: Any) -> str:
     if name == "saving":
         return f"{value:.1%}"
+    if name in SIZES:
+        return _size(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.4g} GiB" if gib >= 1 else f"{gib * 1024:.4g} MiB"

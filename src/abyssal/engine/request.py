@@ -24,7 +24,8 @@ _MAX_FLOAT = sys.float_info.max  # refuses inf and NaN, and an int that no float
 
 @dataclass(slots=True)
 class SamplingParams:
-    """How tokens are chosen. Names and defaults are those of the OpenAI API and vLLM; `validate` states the ranges.
+    """How tokens are chosen. Names and defaults are those of the OpenAI API and vLLM, but `max_tokens` has no default;
+    `validate` states the ranges.
 
     Raises:
         RequestError: a name is unknown, a value has the wrong type or is out of range, or two contradict each other.

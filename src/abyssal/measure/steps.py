@@ -96,9 +96,9 @@ def decode_rows(
     try:
         names = add_running(engine, max(batches), context)
         refused = None
-    except RequestError as error:
-        refused = str(error)
+    except RequestError:
         names = list(running(engine))
+        refused = f"no room for more than {len(names)}; raise kv_cache_bytes or, on a GPU, gpu_memory_utilization"
     for batch in sorted(batches, reverse=True):
         what = f"decode, {batch} sequences of {context}"
         if batch > len(names):

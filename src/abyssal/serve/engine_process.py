@@ -13,6 +13,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,7 +49,8 @@ def main(address: str, engine_class: str, rank: str, store: str) -> int:
         return BAD_START  # the parent ended before it said what to run
     start = msgspec.json.decode(line, type=wire.Start)
     config = start.config
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    stores = (store,) if start.place is None else (store, start.place.store)
+    threading.Thread(target=_end_with_parent, args=((address, *stores),), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
@@ -225,10 +227,17 @@ def _load(engine_class: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _end_with_parent() -> None:
-    """Standard input ends when the parent does, however it dies; an engine without a parent must not hold the device."""
+def _end_with_parent(addresses: tuple[str, ...]) -> None:
+    """Standard input ends when the parent does, however it dies; an engine without a parent must not hold the device, and removes
+    those of the parent's files that it was given, with their folder once no other engine's are in it."""
     while os.read(STDIN, 1):
         pass
+    for address in addresses:
+        file = Path(address.removeprefix("ipc://"))  # tcp://... is no file
+        with suppress(OSError):
+            file.unlink()
+        with suppress(OSError):
+            file.parent.rmdir()
     os._exit(BAD_START)
 
 

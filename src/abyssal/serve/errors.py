@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from abyssal.errors import AbyssalError, EngineDeadError, RequestError
+from abyssal.errors import AbyssalError, EngineDeadError, RequestError, show
 from abyssal.serve.grammar import GrammarProcessError
 from abyssal.serve.streams import ClientLeft, json_response
 
@@ -89,9 +89,11 @@ async def _nobody(_: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, _: Exception) -> Response:
     path = request.url.path
-    meant = f"/v1{path}"
-    hint = f"; did you mean {meant}?" if meant in {getattr(route, "path", "") for route in request.app.routes} else ""
-    return error_response(HttpError(404, f"there is no route {path!r}{hint}", "invalid_request_error", code="not_found"), path)
+    known = sorted({route.path for route in request.app.routes})
+    meant = next((other for other in (f"/v1{path}", path.removeprefix("/v1")) if other != path and other in known), None)
+    remedy = f"did you mean {meant}?" if meant else f"known: {', '.join(known)}"
+    message = f"there is no route {show(path)}; {remedy}"
+    return error_response(HttpError(404, message, "invalid_request_error", code="not_found"), path)
 
 
 async def _no_method(request: Request, error: Exception) -> Response:

@@ -36,7 +36,13 @@ _GENERATION_UNSUPPORTED: Neutral = {
 }
 
 
-_AS_RESPONSE_FORMAT = ("structured_outputs", "guided_json", "guided_regex", "guided_choice")  # a JSON schema says the same
+_INSTEAD = {
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice"),  # a JSON schema says the same
+        "response_format on /v1/chat/completions",
+    ),
+    "thinking": "chat_template_kwargs or reasoning_effort",
+}
 
 
 class Schema(BaseModel):
@@ -59,7 +65,7 @@ class Body(Schema):
         for name, neutral in cls.unsupported.items():
             value = raw.pop(name, None)
             if value is not None and value not in neutral:
-                remedy = "use response_format on /v1/chat/completions" if name in _AS_RESPONSE_FORMAT else "leave it out"
+                remedy = f"use {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
                 raise RequestError(f"{name} is not supported yet; {remedy}", param=name)
 
 
