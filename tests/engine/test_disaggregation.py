@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from abyssal.config import EngineConfig
 from abyssal.engine.disaggregation import RequestPart
@@ -170,6 +172,30 @@ def test_a_sequence_waits_for_pages_that_are_reserved_for_another(model: Path) -
     while both.turn(DECODE):
         pass
     assert 3 < len(both.updates["grows"]) < 40 and both.decode.stats().num_preemptions == 1
+    assert_all_are_served(both, model, [grows, reserved])
+
+
+def test_a_sequence_whose_step_ran_out_of_memory_goes_on_while_pages_are_reserved(model: Path) -> None:
+    """It waits beside nobody, but not for pages: no message needs to come."""
+    roomy = ONE_AT_A_TIME | {"kv_cache_bytes": 64 << 20}
+    both = Served(model, roomy, roomy)
+    grows, reserved = EngineRequest("grows", IDS[:240], params(max_tokens=40)), EngineRequest("reserved", IDS[:450], params())
+    both.add(grows)
+    while len(both.updates["grows"]) < 3:
+        both.turn(PREFILL)
+        both.turn(DECODE)
+    both.add(reserved)
+    block = both.decode.runner.model.blocks[2]
+    attention = block.attention
+
+    def once(*arguments: Any) -> Any:
+        block.attention = attention
+        raise torch.OutOfMemoryError("CUDA out of memory (planted)")
+
+    block.attention = once
+    while both.turn(DECODE):
+        pass
+    assert both.decode.stats().num_preemptions == 1 and both.updates["grows"][-1].finish_reason == "length"
     assert_all_are_served(both, model, [grows, reserved])
 
 
