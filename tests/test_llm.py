@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from abyssal import LLM, SamplingParams
+from abyssal.checkpoint.source import resolve_model
 from abyssal.engine.request import EngineRequest
 from abyssal.errors import EngineDeadError, RequestError
 from tests.checkpoint.build import random_v4_checkpoint
@@ -327,3 +331,16 @@ def test_closing_twice_is_allowed_and_use_after_it_says_so(folder):
     for use in (lambda: llm.generate(PROMPTS, GREEDY), lambda: llm.logits([5])):
         with pytest.raises(EngineDeadError, match="closed"):
             use()
+
+
+def test_l27_an_end_of_text_id_of_the_config_or_the_tokenizer_ends_an_answer(tmp_path):
+    folder = tmp_path / "tiny"
+    shutil.copytree(resolve_model("tiny"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 300}))
+    with LLM(folder, device="cpu", kv_cache_bytes=64 << 20, max_model_len=512) as llm:
+        for token in (1, 300):
+            params = SamplingParams(temperature=0, max_tokens=3, logit_bias={token: 100})
+            (output,) = llm.generate([5, 6], params)[0].outputs
+            assert (output.token_ids, output.finish_reason, output.stop_reason) == ([token], "stop", None)
+            assert tokens(llm, [5, 6], replace(params, ignore_eos=True)) == [[token] * 3]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from abyssal.config import EngineConfig
 from abyssal.engine.disaggregation import RequestPart
@@ -173,13 +175,39 @@ def test_a_sequence_waits_for_pages_that_are_reserved_for_another(model: Path) -
     assert_all_are_served(both, model, [grows, reserved])
 
 
-@pytest.mark.parametrize("tight", ["decode", "prefill"])
+def test_a_sequence_whose_step_ran_out_of_memory_goes_on_while_pages_are_reserved(model: Path) -> None:
+    """It waits beside nobody, but not for pages: no message needs to come."""
+    roomy = ONE_AT_A_TIME | {"kv_cache_bytes": 64 << 20}
+    both = Served(model, roomy, roomy)
+    grows, reserved = EngineRequest("grows", IDS[:240], params(max_tokens=40)), EngineRequest("reserved", IDS[:450], params())
+    both.add(grows)
+    while len(both.updates["grows"]) < 3:
+        both.turn(PREFILL)
+        both.turn(DECODE)
+    both.add(reserved)
+    block = both.decode.runner.model.blocks[2]
+    attention = block.attention
+
+    def once(*arguments: Any) -> Any:
+        block.attention = attention
+        raise torch.OutOfMemoryError("CUDA out of memory (planted)")
+
+    block.attention = once
+    while both.turn(DECODE):
+        pass
+    assert both.decode.stats().num_preemptions == 1 and both.updates["grows"][-1].finish_reason == "length"
+    assert_all_are_served(both, model, [grows, reserved])
+
+
+@pytest.mark.parametrize("tight", ["decode", "prefill", "both"])
 def test_a_prompt_for_which_there_is_no_room_is_served_when_another_has_ended(tight: str, model: Path) -> None:
     """Nothing but the engine itself knows that it has ended: no message wakes its process."""
     roomy = ONE_AT_A_TIME | {"kv_cache_bytes": 64 << 20}
-    sides = (roomy, ONE_AT_A_TIME) if tight == "decode" else (ONE_AT_A_TIME, roomy | {"max_num_seqs": 1})
-    both = Served(model, *sides)
-    requests = [EngineRequest(str(i), IDS[i : i + 600], params(max_tokens=5)) for i in range(3)]
+    prefill = roomy if tight == "decode" else ONE_AT_A_TIME
+    decode = roomy | {"max_num_seqs": 1} if tight == "prefill" else ONE_AT_A_TIME
+    both = Served(model, prefill, decode)
+    max_tokens = 40 if tight == "both" else 5  # 40: a computed prompt waits for pages here, and the next one for its own
+    requests = [EngineRequest(str(i), IDS[i : i + 600], params(max_tokens=max_tokens)) for i in range(3)]
     for request in requests:
         both.add(request)
     assert_all_are_served(both, model, requests)

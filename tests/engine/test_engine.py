@@ -121,6 +121,20 @@ def test_running_out_of_pages_preempts_and_changes_no_token(folder):
     assert_drained(eng)
 
 
+def test_b07_a_request_for_which_there_is_no_room_beside_nobody_is_refused(folder):
+    """It would wait for ever, and all others behind it."""
+    eng = engine(folder)
+    taken = [(pool, pool.take(pool.num_free)) for pool in eng.cache.pools.values()]
+    for name in "ab":
+        eng.add(EngineRequest(name, prompt(300, ord(name)), greedy(5)))
+    (update,) = eng.step()
+    assert update.request_id == "a" and update.finish_reason == "error" and "kv_cache_bytes" in (update.error or "")
+    for pool, pages in taken:
+        pool.give_back(pages)
+    assert len(drain(eng)["b"]) == 5
+    assert_drained(eng)
+
+
 def test_d07_penalties_and_seeds_survive_preemption(either):
     folder = either
     params = SamplingParams(temperature=1.3, seed=7, frequency_penalty=1.5, min_tokens=50, max_tokens=120, logprobs=1)

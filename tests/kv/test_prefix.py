@@ -100,6 +100,18 @@ def test_windows_inside_a_chain_go_first_then_the_oldest_leaf():
     assert reusable(cache, old) == 0 and reusable(cache, new) == 1024
 
 
+def test_a15_a_prefix_whose_end_lost_its_windows_is_reused_up_to_the_block_before():
+    cache = cache_of(ROOM)
+    cache.free(computed(cache, TOKENS[:1025], step=256))
+    assert cache.prefix is not None
+    blocks, main = list(cache.prefix._blocks.values()), cache.pools["main"]
+    for left in (2, 1, 0):
+        while blocks[left].windows is not None:
+            cache._make_room("main", main.num_free + 1)
+        assert [block.windows is not None for block in blocks] == [*[True] * left, *[False] * (3 - left), True]
+        assert reusable(cache, TOKENS[:1000]) == left * BLOCK_TOKENS and reusable(cache, TOKENS[:1025]) == 1024
+
+
 def test_windows_of_a_fork_that_lost_one_side_can_be_had():
     cache = cache_of(ROOM)
     side = computed(cache, [*TOKENS[:256], *range(300)])

@@ -20,10 +20,17 @@ from abyssal.serve.schemas import CompletionBody, DetokenizeBody
 from tests.serve.scripted import MAX_MODEL_LEN, MODEL, TOKENIZER, ScriptedClient, app_of, echo, events, http_client, post, says
 
 V = TOKENIZER.vocab_size
-CHAT, RAW, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+CHAT, RAW, RESPONSES, TOKENIZE, DETOKENIZE = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+)
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
     RAW: {"model": MODEL, "prompt": "Hi"},
+    RESPONSES: {"model": MODEL, "input": "Hi"},
     TOKENIZE: {"model": MODEL, "prompt": "Hi"},
     DETOKENIZE: {"model": MODEL, "tokens": [48]},
 }

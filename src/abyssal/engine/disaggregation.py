@@ -249,6 +249,10 @@ class _Incoming:
 class DecodeEngine(LinkedEngine[_Incoming]):
     """Goes on with requests whose prompts prefill engines compute."""
 
+    def __init__(self, config: EngineConfig, link: Link, post: Callable[[Note], None]) -> None:
+        super().__init__(config, link, post)
+        self._is_stuck = False  # the latest step found nothing that it could compute
+
     def expect(self, request: EngineRequest) -> None:
         """Take up `request` as soon as a prefill engine has computed its prompt and there is room.
 
@@ -283,7 +287,7 @@ class DecodeEngine(LinkedEngine[_Incoming]):
 
     def poll_ms(self) -> int | None:
         """Pages that are reserved are given back only when their prompt has arrived; until then a sequence may have to wait for some."""
-        if not self.scheduler.running and not self._landed:
+        if self._is_stuck:
             if any(incoming.arrivals or incoming.prefilled for incoming in self._moving.values()):
                 return POLL_MS
             if self._has_reserved:
@@ -303,10 +307,12 @@ class DecodeEngine(LinkedEngine[_Incoming]):
             has_slot = len(self.scheduler.running) < self.config.max_num_seqs
             if incoming.prefilled is not None and not incoming.arrivals and has_slot:
                 self._join(incoming, incoming.prefilled)
+        self._is_stuck = False
         return super().step()
 
     def _refuse_head(self) -> list[RequestUpdate]:
-        return [] if self._has_reserved else super()._refuse_head()
+        self._is_stuck = self._has_reserved
+        return [] if self._is_stuck else super()._refuse_head()
 
     def _reserve(self, incoming: _Incoming) -> bool:
         seq, prompt = incoming.seq, incoming.seq.request.prompt_ids
