@@ -1,6 +1,6 @@
 """One prefill and one decode engine on two GPUs: same tokens as one engine, bytes moved, and how soon the decode engine goes on.
 
-    PYTHONPATH=src python bench/disaggregated_h200.py [--model tiny] [--contexts 1024 8192] [--running 0 16]
+    python -m bench.disaggregated_h200 [--model tiny] [--contexts 1024 8192] [--running 0 16]
         [--transfer-backend nixl] [--json FILE]
 
 Each row is one prompt of `context` tokens while `running` other sequences decode. `gap` is the time from the end of the last prefill
