@@ -42,10 +42,8 @@ START_COST = 4.2  # of one program (launch, queries, first records, result)
 BLOCK_COST = {64: 2.45, 32: 1.5}  # of one block, by its keys
 COMBINE_COST = 0.4  # of the second launch
 READ_COST = 0.45  # of its reading 32 more parts of a head
-PART_COST = 0.03  # of writing and reading one part of 64 heads
+PART_COST = 0.03  # of writing and reading one part
 FEW_PARTS = 64 * BLOCK_HEADS  # rows of parts that 64 programs combine: the next kernel finds free multiprocessors; more, by 128
-# Rows of parts that are fp32: so few cost nothing. The 1,280 of one query of 64 heads would take 0.7 us more, of 6.7.
-EXACT_PARTS = 16 * BLOCK_HEADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +68,7 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     def cost(config: LaunchConfig) -> float:
         count, keys = config.splits.count, config.block_keys
         waves = -(-programs * count // sms)
-        written = PART_COST * tokens * heads / BLOCK_HEADS * count
-        parts = COMBINE_COST + READ_COST * ((count - 1) // 32) + written if count > 1 else 0
+        parts = COMBINE_COST + READ_COST * ((count - 1) // 32) + PART_COST * programs * count if count > 1 else 0
         return waves * (START_COST + -(-blocks[keys] // count) * BLOCK_COST[keys]) + parts
 
     return min((LaunchConfig(Splits(count, None), keys) for keys in blocks for count in range(1, blocks[keys] + 1)), key=cost)
@@ -88,16 +85,13 @@ class Parts(NamedTuple):
     Without splits there are none.
     """
 
-    out: Tensor  # [T, count, H, 512]: fp32, or fp16 relative to a half row's largest magnitude; columns as of `part_column`
-    rows: Tensor  # fp32 [T, count, H, 4]: largest score, base 2, rounded up; sum of weights; for fp16 largest magnitudes of both halves
+    out: Tensor  # fp16 [T, count, H, 512], a half row relative to its largest magnitude; columns in the order of `part_column`
+    rows: Tensor  # fp32 [T, count, H, 4]: largest score, base 2; sum of weights; largest magnitudes of both halves
 
     @classmethod
-    def empty(cls, q: Tensor, splits: Splits) -> Parts:
-        """Few parts are exact enough that no split shows in a result's bf16; splits of fixed size have one type for any number."""
-        count = splits.count
+    def empty(cls, q: Tensor, count: int) -> Parts:
         tokens, heads, dim = q.shape if count > 1 else (0, 0, HEAD_DIM)
-        dtype = torch.float32 if tokens * heads * count <= EXACT_PARTS and not splits.blocks else torch.float16
-        out = torch.empty(tokens, count, heads, dim, dtype=dtype, device=q.device)
+        out = torch.empty(tokens, count, heads, dim, dtype=torch.float16, device=q.device)
         return cls(out, torch.empty(tokens, count, heads, 4, dtype=torch.float32, device=q.device))
 
 
@@ -134,7 +128,7 @@ def sparse_attention(
         widths = (window.slots.shape[1], entries.slots.shape[1])
         config = launch_config(tokens, heads, widths, multiprocessors(q.device), batch_invariant)
     splits = config.splits
-    parts = Parts.empty(q, splits)
+    parts = Parts.empty(q, splits.count)
     tiles = tokens * splits.count * -(-heads // BLOCK_HEADS)
     programs = min(tiles, multiprocessors(q.device))
     attend_kernel[(programs,)](
@@ -183,8 +177,7 @@ def combine(parts: Parts, splits: Splits, sink: Tensor, out: Tensor, lse: Tensor
     columns = min(HEAD_DIM // 2, max(64, next_power_of_2(rows * HEAD_DIM // (16 * programs))))
     pieces = rows * HEAD_DIM // columns
     warps = min(16, next_power_of_2(-(-pieces // programs)))
-    held = 2048 if parts.out.dtype == torch.float32 else 4096  # of each warp
-    block = COMBINE_BLOCK if splits.blocks else min(next_power_of_2(count), 32, held // columns)
+    block = COMBINE_BLOCK if splits.blocks else min(next_power_of_2(count), 16 if columns > 128 else 32)
     combine_kernel[(-(-pieces // warps),)](
         *parts, sink, out, out.stride(0), out.stride(1), lse, pieces, count,
         H=heads, D=HEAD_DIM, BLOCK=block, WARPS=warps, COLUMNS=columns, num_warps=warps, launch_pdl=True,
@@ -216,19 +209,16 @@ SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 SHARED_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
-@gluon.constexpr_function
-def output_rows(bits):
-    """Threads of one half of the output: 16 bytes each of `bits` a value, of the rows that they have in `OUTPUT`."""
-    of_thread, columns = [1 << i for i in range((128 // bits).bit_length() - 1)], HEAD_DIM // 2
-    lanes = [128 // bits, 256 // bits]
-    apart = [n for n in (1 << i for i in range(columns.bit_length() - 1)) if n not in (*of_thread, *lanes)]
-    return gl.DistributedLinearLayout(
-        [*([0, n] for n in of_thread), [8, 0], *([0, n] for n in apart)],
-        [*([0, n] for n in lanes), [1, 0], [2, 0], [4, 0]],
+# Threads of one half of the output in bf16: 16 bytes each, of the rows that they have in `OUTPUT`.
+OUTPUT_ROWS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
-        [64, columns],
+        [64, HEAD_DIM // 2],
     )
+)
 
 
 class Work(NamedTuple):
@@ -574,7 +564,7 @@ def soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_
     """
     half = block & 1
     rows = gl.convert_layout(gl.max(of_threads(scores, larger), axis=1), top.type.layout, assert_trivial=True)
-    new_top = gl.maximum(top, gl.ceil(rows * scale_log2))  # whole, so that weights round alike whatever the maximum
+    new_top = gl.maximum(top, rows * scale_log2)
     base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
     keep = gl.exp2(top - base)
     factors.index(half).store(keep)
@@ -651,7 +641,7 @@ def store_half(SIDE: gl.constexpr, acc, factor, to, token, first_head, heads):
     TYPE: gl.constexpr = to.rows.dtype.element_ty
     gl.assume(to.stride_t >= 0)  # or the compiler would keep their signs
     gl.assume(to.stride_h >= 0)
-    ROWS: gl.constexpr = output_rows(16) if TYPE.primitive_bitwidth == 16 else OUTPUT
+    ROWS: gl.constexpr = OUTPUT_ROWS if TYPE.primitive_bitwidth == 16 else OUTPUT
     out_row = to.rows + token.to(gl.int64) * to.stride_t + first_head.to(gl.int64) * to.stride_h
     values = gl.convert_layout((acc * gl.expand_dims(factor, 1)).to(TYPE), ROWS)
     store_rows(values, out_row + SIDE * HALF, to.stride_h, heads - first_head)
@@ -659,20 +649,16 @@ def store_half(SIDE: gl.constexpr, acc, factor, to, token, first_head, heads):
 
 @gluon.jit
 def store_part(SIDE: gl.constexpr, acc, to, part, first_head, heads):
-    """Write one half of a part, in fp16 each row relative to its largest magnitude, and that. Threads store values where they have them."""
-    BITS: gl.constexpr = to.rows.dtype.element_ty.primitive_bitwidth
-    TILES: gl.constexpr = 64 // BITS  # of 8 columns, in each of which a thread has a pair
+    """Write one half of a part, each row relative to its largest magnitude, and that. Threads store values where they have them."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     first_row = part * heads + first_head
-    values = acc
-    if BITS == 16:
-        ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
-        rows = here(gl.arange(0, 64, layout=ROWS))
-        largest = gl.convert_layout(gl.max(of_threads(gl.abs(acc), larger), axis=1), ROWS, assert_trivial=True)
-        largest = gl.maximum(largest, 1e-30)
-        gl.store(to.of_rows + (first_row + rows) * 4 + (2 + SIDE), largest, mask=rows < heads - first_head)
-        values = (acc * gl.expand_dims(1.0 / largest, 1)).to(gl.float16)
-    values = gl.reshape(gl.reshape(values, [64, HALF // (8 * TILES), TILES, 4, 2]).permute((0, 1, 3, 2, 4)), [64, HALF])
-    values = gl.convert_layout(values, output_rows(BITS), assert_trivial=True)
+    rows = here(gl.arange(0, 64, layout=ROWS))
+    largest = gl.convert_layout(gl.max(of_threads(gl.abs(acc), larger), axis=1), ROWS, assert_trivial=True)
+    largest = gl.maximum(largest, 1e-30)
+    gl.store(to.of_rows + (first_row + rows) * 4 + (2 + SIDE), largest, mask=rows < heads - first_head)
+    values = (acc * gl.expand_dims(1.0 / largest, 1)).to(gl.float16)
+    values = gl.reshape(gl.reshape(values, [64, 8, 4, 4, 2]).permute((0, 1, 3, 2, 4)), [64, HALF])
+    values = gl.convert_layout(values, OUTPUT_ROWS, assert_trivial=True)
     store_rows(values, to.rows + first_row * to.stride_h + SIDE * HALF, to.stride_h, heads - first_head)
 
 
@@ -1008,7 +994,6 @@ def combine_kernel(
     H: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Weighted means of the parts of rows, COLUMNS of a row in each warp, BLOCK parts at a time; those without keys change no bit."""
-    TILES: gl.constexpr = 64 // partial_out.dtype.element_ty.primitive_bitwidth
     PARTS: gl.constexpr = gl.BlockedLayout([1, BLOCK, COLUMNS // 32], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
     OUT: gl.constexpr = gl.SliceLayout(1, PARTS)  # of a warp
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
@@ -1042,9 +1027,7 @@ def combine_kernel(
             gdc_wait()
         b_top = gl.load(of_rows, mask=n < parts, other=float("-inf"))
         b_total = gl.load(of_rows + 1, mask=n < parts, other=0.0)
-        b_scale = 1.0
-        if TILES == 4:
-            b_scale = gl.load(of_rows + of_scale, mask=n < parts, other=0.0)
+        b_scale = gl.load(of_rows + of_scale, mask=n < parts, other=0.0)
         b_out = gl.load(of_out, mask=m < parts, other=0.0)
         b_top = (b_top.to(gl.int32, bitcast=True) | zero_behind_loads()).to(gl.float32, bitcast=True)
         new_top = gl.maximum(top, gl.max(b_top, axis=1))
@@ -1062,15 +1045,15 @@ def combine_kernel(
     share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
     share = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
     values = acc * gl.expand_dims(gl.convert_layout(share, OUT_ROW), 1)
-    pointers = gl.expand_dims(gl.convert_layout(out_row, OUT_ROW), 1) + part_column(column, TILES)
+    pointers = gl.expand_dims(gl.convert_layout(out_row, OUT_ROW), 1) + part_column(column)
     gl.store(pointers, values.to(out.dtype.element_ty), mask=gl.expand_dims(gl.convert_layout(in_range, OUT_ROW), 1))
     gl.store(lse + row, b_lse * 0.6931471805599453, mask=in_range & (first_column == 0))
 
 
 @gluon.jit
-def part_column(d, TILES: gl.constexpr):
-    """The column that parts have in place d: a thread's pairs in TILES neighbouring tiles of 8 columns lie side by side."""
-    return d // (8 * TILES) * (8 * TILES) + d // 2 % TILES * 8 + d // (2 * TILES) % 4 * 2 + d % 2
+def part_column(d):
+    """Where parts have column d: a thread's pairs in four neighbouring tiles of 8 columns lie side by side. Also the other way round."""
+    return d // 32 * 32 + d // 2 % 4 * 8 + d // 8 % 4 * 2 + d % 2
 
 
 @gluon.jit
@@ -1160,10 +1143,10 @@ def convert_e2m1(codes, scale):
 
 
 def aot_cases() -> list[AotCase]:
-    """Every pair of layouts, with splits and without, and blocks of 32 keys, with parts in fp32."""
+    """Every pair of layouts, with splits and without, and blocks of 32 keys."""
     pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("window_pages", "entry_pages", "zeros"), "*u8")
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
-    pointers |= dict.fromkeys(("sink", "lse", "partial_rows", "partial_out"), "*fp32")
+    pointers |= dict.fromkeys(("sink", "lse", "partial_rows"), "*fp32") | {"partial_out": "*fp16"}
     numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
     numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "programs", "count", "split_blocks")
@@ -1176,17 +1159,11 @@ def aot_cases() -> list[AotCase]:
         constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries, count)}
         name = f"sparse_attention gluon {'+'.join(pair)} k{keys} splits {count}"
         reason = "what is used once per tile, while its results leave and its blocks are weighed"
-        types = signature if keys < BLOCK_KEYS else signature | {"partial_out": "*fp16"}
-        return AotCase(name, attend_kernel, types, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
+        return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
 
-    def merge(parts: str, block: int) -> AotCase:
-        types = arguments | {"partial_out": parts}
-        name = f"sparse_attention gluon combine {parts[1:]}"
-        return AotCase(name, combine_kernel, types, shape | {"BLOCK": block}, 16, 1, addresses, archs=(HOPPER,))
-
-    results = {"partial_out": "*fp32", "partial_rows": "*fp32", "sink": "*fp32", "out": "*bf16", "lse": "*fp32"}
+    results = {"partial_out": "*fp16", "partial_rows": "*fp32", "sink": "*fp32", "out": "*bf16", "lse": "*fp32"}
     addresses = (*results, "out_stride_t", "out_stride_h")
     arguments = results | dict.fromkeys(("out_stride_t", "out_stride_h", "pieces", "count"), "i32")
-    shape = {"H": 64, "D": HEAD_DIM, "WARPS": 16, "COLUMNS": HEAD_DIM // 2}
-    cases = [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS]
-    return [*cases, merge("*fp16", COMBINE_BLOCK), merge("*fp32", 8)]
+    shape = {"H": 64, "D": HEAD_DIM, "BLOCK": COMBINE_BLOCK, "WARPS": 16, "COLUMNS": HEAD_DIM // 2}
+    merge = AotCase("sparse_attention gluon combine", combine_kernel, arguments, shape, 16, 1, addresses, archs=(HOPPER,))
+    return [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS] + [merge]
