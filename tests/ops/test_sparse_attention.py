@@ -450,6 +450,13 @@ def test_hopper_launch_config_takes_small_blocks_where_programs_are_few(tokens, 
     assert fixed.block_keys == 64 and fixed.splits == portable.launch_config(tokens, heads, (128, entries), 132, True).splits
 
 
+@pytest.mark.parametrize("entries", [0, 32, 128, 512])
+def test_hopper_sequences_of_few_heads_are_split_alike_alone_and_together(entries):
+    """Parts of few heads are small, so a batch of them is no reason for fewer splits: a block of keys stays a part."""
+    configs = {wgmma.launch_config(tokens, 4, (128, entries), 132) for tokens in (1, 2, 4, 6)}
+    assert configs == {wgmma.LaunchConfig(Splits((128 + entries) // 32, None), 32)}
+
+
 def test_unsupported_arguments_are_named():
     with pytest.raises(ConfigError, match="'v4' with entries 'v41_fp4'"):
         check_layouts(layouts.get("v4"), layouts.get("v41_fp4"))

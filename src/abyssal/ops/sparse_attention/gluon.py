@@ -42,7 +42,7 @@ START_COST = 4.2  # of one program (launch, queries, first records, result)
 BLOCK_COST = {64: 2.45, 32: 1.5}  # of one block, by its keys
 COMBINE_COST = 0.4  # of the second launch
 READ_COST = 0.45  # of its reading 32 more parts of a head
-PART_COST = 0.03  # of writing and reading one part
+PART_COST = 0.03  # of writing and reading one part of 64 heads
 FEW_PARTS = 64 * BLOCK_HEADS  # rows of parts that 64 programs combine: the next kernel finds free multiprocessors; more, by 128
 
 
@@ -68,7 +68,8 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     def cost(config: LaunchConfig) -> float:
         count, keys = config.splits.count, config.block_keys
         waves = -(-programs * count // sms)
-        parts = COMBINE_COST + READ_COST * ((count - 1) // 32) + PART_COST * programs * count if count > 1 else 0
+        written = PART_COST * tokens * heads / BLOCK_HEADS * count
+        parts = COMBINE_COST + READ_COST * ((count - 1) // 32) + written if count > 1 else 0
         return waves * (START_COST + -(-blocks[keys] // count) * BLOCK_COST[keys]) + parts
 
     return min((LaunchConfig(Splits(count, None), keys) for keys in blocks for count in range(1, blocks[keys] + 1)), key=cost)
