@@ -8,6 +8,7 @@ import tempfile
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -115,15 +116,20 @@ def engine_job(
 
 
 class RowByRow(ReferenceOps):
-    """A token's experts are computed by themselves: their bits do not depend on the rows that other ranks bring."""
+    """Every choice of an expert is computed by itself: its bits depend neither on the rows that other ranks bring nor on which experts are
+    on this rank (of many numbers at once, the last ones may be computed without vector instructions, by another function)."""
 
     def __init__(self, batch_invariant: bool) -> None:
         super().__init__()
         self.batch_invariant = batch_invariant
 
     def choice_outputs(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ReferenceExperts, first: int) -> Tensor:
-        rows = zip(*(part.split(1) for part in (x, chosen, weights)), strict=True)
-        return torch.cat([ReferenceOps.choice_outputs(self, *row, experts, first) for row in rows])
+        one = partial(ReferenceOps.choice_outputs, self, experts=experts, first=first)
+        rows = []
+        for row, ids, factors in zip(x.split(1), chosen.split(1), weights.split(1), strict=True):
+            choices = zip(ids.split(1, dim=1), factors.split(1, dim=1), strict=True)
+            rows.append(torch.cat([one(row, *choice) for choice in choices], dim=1))
+        return torch.cat(rows)
 
     def routed_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ReferenceExperts, first: int) -> Tensor:
         return self.choice_outputs(x, chosen, weights, experts, first).sum(1, dtype=torch.float32)
