@@ -160,31 +160,32 @@ def assert_all_are_served(both: Served, model: Path, requests: list[EngineReques
     assert not both.prefill.has_unfinished() and not both.decode.has_unfinished()
 
 
-def test_a_sequence_waits_for_pages_that_are_reserved_for_another(model: Path) -> None:
-    """It grows while the other's prompt is still to come, until pages are short."""
-    both = Served(model, ONE_AT_A_TIME | {"kv_cache_bytes": 64 << 20}, ONE_AT_A_TIME)
+def one_decoding_beside_one_with_reserved_pages(both: Served) -> list[EngineRequest]:
+    """`grows` has tokens, and pages are reserved for the longer `reserved`, whose prompt is still to come."""
     grows, reserved = EngineRequest("grows", IDS[:240], params(max_tokens=40)), EngineRequest("reserved", IDS[:450], params())
     both.add(grows)
     while len(both.updates["grows"]) < 3:
         both.turn(PREFILL)
         both.turn(DECODE)
     both.add(reserved)
+    return [grows, reserved]
+
+
+def test_a_sequence_waits_for_pages_that_are_reserved_for_another(model: Path) -> None:
+    """It grows while the other's prompt is still to come, until pages are short."""
+    both = Served(model, ONE_AT_A_TIME | {"kv_cache_bytes": 64 << 20}, ONE_AT_A_TIME)
+    requests = one_decoding_beside_one_with_reserved_pages(both)
     while both.turn(DECODE):
         pass
     assert 3 < len(both.updates["grows"]) < 40 and both.decode.stats().num_preemptions == 1
-    assert_all_are_served(both, model, [grows, reserved])
+    assert_all_are_served(both, model, requests)
 
 
 def test_a_sequence_whose_step_ran_out_of_memory_goes_on_while_pages_are_reserved(model: Path) -> None:
     """It waits beside nobody, but not for pages: no message needs to come."""
     roomy = ONE_AT_A_TIME | {"kv_cache_bytes": 64 << 20}
     both = Served(model, roomy, roomy)
-    grows, reserved = EngineRequest("grows", IDS[:240], params(max_tokens=40)), EngineRequest("reserved", IDS[:450], params())
-    both.add(grows)
-    while len(both.updates["grows"]) < 3:
-        both.turn(PREFILL)
-        both.turn(DECODE)
-    both.add(reserved)
+    requests = one_decoding_beside_one_with_reserved_pages(both)
     block = both.decode.runner.model.blocks[2]
     attention = block.attention
 
@@ -196,7 +197,7 @@ def test_a_sequence_whose_step_ran_out_of_memory_goes_on_while_pages_are_reserve
     while both.turn(DECODE):
         pass
     assert both.decode.stats().num_preemptions == 1 and both.updates["grows"][-1].finish_reason == "length"
-    assert_all_are_served(both, model, [grows, reserved])
+    assert_all_are_served(both, model, requests)
 
 
 @pytest.mark.parametrize("tight", ["decode", "prefill", "both"])

@@ -342,11 +342,10 @@ class KernelOps:
         experts = prepare_experts(layer)
         if self._experts is None:
             return experts
-        refusal = self._experts.refusal(experts)
-        if refusal and not self._refused:
-            log.info("ops: moe Triton: %s", refusal)
-            self._refused = True
         prepared: KernelExperts = self._experts.with_products(experts)
+        if prepared.products is None and not self._refused:
+            log.info("ops: moe Triton: %s", self._experts.refusal(experts))
+            self._refused = True
         return prepared
 
     def moe(self, x: Tensor, token_ids: Tensor, experts: KernelExperts) -> Tensor:

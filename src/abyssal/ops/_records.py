@@ -6,6 +6,9 @@ reads `layout.grid.tile` as the codec does. Bytes equal `kv/codec.py` (V4 spec 3
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,6 +30,12 @@ def early(programs: int, x: Tensor) -> dict[str, bool]:
     """Options of a launch whose kernel waits by `wait_for_inputs` or `wait_before_product`."""
     is_early = starts_early(programs, x)
     return {"EARLY": is_early, "launch_pdl": is_early}
+
+
+@lru_cache(maxsize=32)
+def multiprocessors(device: torch.device, interpreted: int = 1) -> int:
+    """Of a GPU; `interpreted` of a CPU, on which kernels run in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else interpreted
 
 
 @triton.jit

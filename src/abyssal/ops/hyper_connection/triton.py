@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.ops._aot import BLACKWELL, HOPPER, AotCase
-from abyssal.ops._records import INTERPRETED, reciprocal
+from abyssal.ops._records import INTERPRETED, multiprocessors, reciprocal
 from abyssal.ops.hyper_connection import MixWeights, Site
 
 STREAMS = 4
@@ -181,9 +181,7 @@ class HandoverState:
         return cls(partials, torch.zeros(groups, dtype=torch.int32, device=device))
 
 
-@lru_cache(maxsize=8)
-def sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+sm_count = partial(multiprocessors, interpreted=4)
 
 
 @lru_cache(maxsize=8)

@@ -45,8 +45,3 @@ def check(
     assert page_table.stride(1) == 1
     if maxima is not None:
         assert maxima.is_contiguous() and maxima.shape[:2] == (n, b) and maxima.shape[2] * GROUP >= num_entries
-
-
-def multiprocessors(tensor: Tensor) -> int:
-    """Of the tensor's device; a few where the kernel runs in the interpreter."""
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 2

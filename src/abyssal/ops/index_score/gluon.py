@@ -31,8 +31,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
-from abyssal.ops._gluon import allocate_barriers, plus
-from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check, multiprocessors
+from abyssal.ops._gluon import allocate_barriers, plus, wait_for_use
+from abyssal.ops._records import multiprocessors
+from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check
 
 KEYS = gl.constexpr(KEYS_PER_TILE)
 DIM = gl.constexpr(128)
@@ -466,15 +467,6 @@ def _store(scores, at, best_at, entry, reach, MAXIMA: gl.constexpr):
 
 
 @gluon.jit
-def _wait(barriers, n):
-    """For the n-th use of the stages of a ring -> its stage."""
-    STAGES: gl.constexpr = barriers.shape[0]
-    stage = (n.to(gl.uint32) % STAGES).to(gl.int32)
-    mbarrier.wait(barriers.index(stage), (n.to(gl.uint32) // STAGES & 1).to(gl.int32))
-    return stage
-
-
-@gluon.jit
 def _scales(shared, stage):
     """Those of a stage, from a number per key of the ring's tiles."""
     STAGES: gl.constexpr = shared.shape[0] // 2
@@ -629,7 +621,7 @@ def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.const
         for group in range(first, last, 32):
             pages = gl.load(table + (group + lane) // TILES, mask=group + lane < last, other=0)
             for i in range(0, gl.minimum(last - group, 32), ITEMS):
-                stage = _wait(ring.empty, n + STAGES)  # so that all stages are empty at first
+                stage = wait_for_use(ring.empty, n + STAGES)  # so that all stages are empty at first
                 full = ring.full.index(stage)
                 mbarrier.expect(full, ITEMS * (ring.words.shape[2] * ring.words.shape[3] + ring.factors.shape[2]) * 4)
                 for item in gl.static_range(ITEMS):
@@ -656,7 +648,7 @@ def _look_ahead(work, ring):
         rows, _, _, row_end = _row_at(work, rows, begin, 1, 2)
         stop = gl.minimum(end, row_end)
         for _ in range(begin, stop, 2):
-            stage = _wait(ring.full, n)
+            stage = wait_for_use(ring.full, n)
             _prepare(ring, stage)
             gl.thread_barrier()
             mbarrier.arrive(ring.checked.index(stage))
@@ -752,7 +744,7 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
             at, best_at = _output_from(to, query, first)
             reach -= first * KEYS
             for _ in range(first, last, 2):
-                stage = _wait(ring.checked, n)
+                stage = wait_for_use(ring.checked, n)
                 n += 1
                 done = Done(sums, entry, at, best_at, reach)
                 if MIXED:
@@ -774,7 +766,7 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
             _store_scores(Done(sums, entry, at, best_at, reach), MAXIMA)
         else:
             for tile in range(first, last):
-                stage = _wait(ring.full, n)
+                stage = wait_for_use(ring.full, n)
                 _score_queries(ring, stage, queries, to, query, tile, work, count, places, HEADS, MAXIMA)
                 n += 1
         if begin < end:
@@ -924,7 +916,7 @@ def index_score(
     if out.numel() == 0:
         return out
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
-    config = config or score_config(b, heads, multiprocessors(q))
+    config = config or score_config(b, heads, multiprocessors(q.device, interpreted=2))
     rows = n * -(-b // config.queries)
     keys, scales = _descriptors(pool, 32 if layout.name == "index_fp8" else 16, entries_per_page)
     _index_score_kernel_sm90[(config.programs,)](

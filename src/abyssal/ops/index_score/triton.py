@@ -13,7 +13,8 @@ from torch import Tensor
 from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES, check, multiprocessors
+from abyssal.ops._records import multiprocessors
+from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES, check
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def index_score(
     if out.numel() == 0:
         return out
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
-    config = config or score_config(layout.name, n, b, heads, multiprocessors(q), batch_invariant)
+    config = config or score_config(layout.name, n, b, heads, multiprocessors(q.device, interpreted=2), batch_invariant)
     rows = n * -(-b // config.queries)
     _index_score_kernel[(config.programs,)](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,

@@ -31,8 +31,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.ops._aot import HOPPER, AotCase
-from abyssal.ops._records import power_of_two, scale_exponent
-from abyssal.ops.index_score._paged import multiprocessors
+from abyssal.ops._gluon import allocate_barriers, wait_for_use
+from abyssal.ops._records import multiprocessors, power_of_two, scale_exponent
 from abyssal.ops.moe.triton import STAGES, Blocks, Choice, KernelExperts, TileConfig
 
 COLUMNS = gl.constexpr(256)  # of a stage: 128 bytes of a row's codes
@@ -83,23 +83,6 @@ class Largest(NamedTuple):
     known: Any
 
 
-@gluon.jit
-def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(i), count=COUNT)
-    return barriers
-
-
-@gluon.jit
-def _wait(barriers, n):
-    """For the n-th use of the stages of a ring -> its stage."""
-    STAGES: gl.constexpr = barriers.shape[0]
-    stage = (n.to(gl.uint32) % STAGES).to(gl.int32)
-    mbarrier.wait(barriers.index(stage), (n.to(gl.uint32) // STAGES & 1).to(gl.int32))
-    return stage
-
-
 @gluon.constexpr_function
 def _mma(tokens):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 16])
@@ -148,24 +131,22 @@ def _hidden_layout(tokens):
 
 
 @gluon.jit
-def _to_operand(x, UP: gl.constexpr):
-    """Rows [64, n] as they lie in memory -> as the operand numbers them: lanes, register, warps from the lowest bit on. Nothing moves."""
+def _renumber(x, ORDER: gl.constexpr):
+    """Rows [64, n] with the bits of their numbers in another order, the highest first. Nothing moves."""
     N: gl.constexpr = x.shape[1]
     bits = gl.reshape(x, (2, 2, 2, 2, 2, 2, N))
-    if UP:
-        return gl.reshape(gl.permute(bits, (4, 5, 2, 0, 1, 3, 6)), (64, N))
-    else:
-        return gl.reshape(gl.permute(bits, (0, 1, 2, 4, 5, 3, 6)), (64, N))
+    return gl.reshape(gl.permute(bits, ORDER), (64, N))
+
+
+@gluon.jit
+def _to_operand(x, UP: gl.constexpr):
+    """Rows as they lie in memory -> as the operand numbers them: lanes, register, warps from the lowest bit on."""
+    return _renumber(x, (4, 5, 2, 0, 1, 3, 6) if UP else (0, 1, 2, 4, 5, 3, 6))
 
 
 @gluon.jit
 def _from_operand(x, UP: gl.constexpr):
-    N: gl.constexpr = x.shape[1]
-    bits = gl.reshape(x, (2, 2, 2, 2, 2, 2, N))
-    if UP:
-        return gl.reshape(gl.permute(bits, (3, 4, 2, 5, 0, 1, 6)), (64, N))
-    else:
-        return gl.reshape(gl.permute(bits, (0, 1, 2, 5, 3, 4, 6)), (64, N))
+    return _renumber(x, (3, 4, 2, 5, 0, 1, 6) if UP else (0, 1, 2, 5, 3, 4, 6))
 
 
 @gluon.jit
@@ -284,7 +265,7 @@ def _block(work, block):
 @gluon.jit
 def _bring_stage(n, step, matrix, weights, of_scales, inputs, sources, ring, SECOND: gl.constexpr, K: gl.constexpr):
     STAGES: gl.constexpr = ring.full.shape[0]
-    stage = _wait(ring.empty, n + STAGES)  # so that all stages are empty at first
+    stage = wait_for_use(ring.empty, n + STAGES)  # so that all stages are empty at first
     full = ring.full.index(stage)
     mbarrier.expect(full, 4 * 64 * 32 * 4)
     for part in gl.static_range(4):
@@ -317,7 +298,7 @@ def _multiply(work, to, limit, ring, tokens, largest, ROLE: gl.constexpr, MATRIX
     for tile in range(gl.program_id(0), work.tiles, work.programs):
         acc = gl.zeros([64, TOKENS], gl.float32, MMA)
         acc_2 = gl.zeros([64, TOKENS], gl.float32, MMA)
-        stage = _wait(ring.full, n)
+        stage = wait_for_use(ring.full, n)
         fence_async_shared()
         words, exponents, later, later_exponents = _load(ring, stage * 4 + ROLE, UP)
         a = _widen(words, exponents, MMA)
@@ -325,7 +306,7 @@ def _multiply(work, to, limit, ring, tokens, largest, ROLE: gl.constexpr, MATRIX
             acc, acc_2, a_2 = _multiply_stage(stage, a, later, later_exponents, acc, acc_2, ring, ROLE, MMA, UP)
             n += 1
             last = stage
-            stage = _wait(ring.full, n)
+            stage = wait_for_use(ring.full, n)
             fence_async_shared()  # here, so that it ends while the last product still runs
             words, exponents, later, later_exponents = _load(ring, stage * 4 + ROLE, UP)
             a = _widen(words, exponents, MMA)
@@ -541,13 +522,13 @@ def _moe_product_sm90(
     words = gl.allocate_shared_memory(gl.int32, [STAGES * 4, 64, 32], weights.layout)
     factors = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 128, 2], PLAIN)
     x = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, TOKENS, 128], INPUTS)
-    ring = Ring(words, factors, x, _barriers(STAGES, 1 + 32 * BRING_WARPS), _barriers(STAGES, 2))
+    ring = Ring(words, factors, x, allocate_barriers(STAGES, 1 + 32 * BRING_WARPS), allocate_barriers(STAGES, 2))
     rows = gl.allocate_shared_memory(gl.int32, [2, TOKENS], PLAIN_ROW)
     of_rows = gl.allocate_shared_memory(gl.float32, [2, TOKENS], PLAIN_ROW)
     sources = gl.allocate_shared_memory(gl.int32, [TOKENS], PLAIN_ROW)
-    tokens = Tokens(sources, rows, of_rows, _barriers(2, 1), _barriers(2, 2))
+    tokens = Tokens(sources, rows, of_rows, allocate_barriers(2, 1), allocate_barriers(2, 2))
     magnitudes = gl.allocate_shared_memory(gl.int32, [4, TOKENS // 2], PLAIN_ROW)
-    largest = Largest(magnitudes, _barriers(2, 2))
+    largest = Largest(magnitudes, allocate_barriers(2, 2))
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
@@ -591,7 +572,7 @@ def products(choice: Choice, experts: KernelExperts, blocks: Blocks, config: Til
     device = choice.inputs.device
     hidden = torch.empty(choices, inner, dtype=torch.bfloat16, device=device)
     outputs = torch.empty(choices, rows, dtype=torch.bfloat16, device=device)
-    programs = multiprocessors(choice.inputs)
+    programs = multiprocessors(device)
     for weight, inputs, to in ((experts.w13, choice.inputs, hidden), (experts.w2, hidden, outputs)):
         up = to is hidden
         words = weight.words.view(-1, weight.shape[2] // 8)

@@ -754,7 +754,7 @@ def moe_swiglu(
     kept = column < I
     g = to_fp32(tl.load(gate + token * gate_stride + column, mask=kept, other=0.0))
     u = to_fp32(tl.load(up + token * up_stride + column, mask=kept, other=0.0))
-    hidden = swiglu(g, u, limit)
+    hidden = _swiglu(g, u, limit)
     if TILE is None:
         tl.store(out + token * I + column, to_bf16(hidden), mask=kept)
     else:
@@ -812,7 +812,7 @@ def moe_plan(
 
 
 @triton.jit
-def swiglu(gate, up, limit):
+def _swiglu(gate, up, limit):
     """silu(min(gate, limit)) clamp(up, -limit, limit) of fp32 values (V4 spec 2.11)."""
     gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
     up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
@@ -824,7 +824,7 @@ def _hidden(sums, weight, limit, ROWS: tl.constexpr, TOKENS: tl.constexpr):
     """sums [2 ROWS, TOKENS], in every 16 rows 8 of the gate and 8 of up -> bf16 [ROWS, TOKENS] (V4 spec 2.11, 3.5)."""
     pairs = tl.permute(tl.reshape(sums, (ROWS // 8, 2, 8, TOKENS)), (0, 2, 3, 1))
     gate, up = tl.split(tl.reshape(pairs, (ROWS, TOKENS, 2)))
-    return to_bf16(swiglu(round_like(gate, True), round_like(up, True), limit) * weight)
+    return to_bf16(_swiglu(round_like(gate, True), round_like(up, True), limit) * weight)
 
 
 @triton.jit

@@ -25,9 +25,9 @@ from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops._gluon import allocate_barriers, plus
-from abyssal.ops._records import zero_behind_loads
+from abyssal.ops._records import multiprocessors, zero_behind_loads
 from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys
-from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, fixed_splits, multiprocessors
+from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, fixed_splits
 
 BLOCK_HEADS = 64  # rows of one wgmma
 BLOCK_KEYS = 64  # where programs are many; where they are few, half as many keys reach twice as many of them

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from abyssal.kv import layouts
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import wait_for_inputs
+from abyssal.ops._records import multiprocessors, wait_for_inputs
 from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys, traits
 
 LOG2_E = 1.4426950408889634
@@ -146,10 +146,6 @@ def sparse_attention(
     if splits.count > 1:
         combine(partial, splits, sink, out, lse)
     return out, lse
-
-
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def new_partial(q: Tensor, count: int) -> Partial:
