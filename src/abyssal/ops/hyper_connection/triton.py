@@ -63,10 +63,10 @@ class KernelWeights:
 
 
 # Whether a site collapses with its own pre (V4) or a given one (V4.1) -> up to so many tokens: one launch, block_tokens,
-# block_hidden, warps, stages, registers per thread.
-FEW = ((2, True, 1, 32, 2, 2, 255), (8, True, 8, 128, 4, 2, 255))
+# block_hidden, warps, stages, registers per thread. Up to 8 tokens share a row, so that a token's bits are the same alone.
+FEW = (8, True, 8, 128, 4, 2, 255)
 MANY = ((1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 32, 64, 4, 2, 168))
-LAUNCHES = {own_pre: (*FEW, (64, True, 16, 128, 4, 2, registers), *MANY) for own_pre, registers in ((True, 200), (False, 255))}
+LAUNCHES = {own_pre: (FEW, (64, True, 16, 128, 4, 2, registers), *MANY) for own_pre, registers in ((True, 200), (False, 255))}
 INVARIANT = (64, 32, 4, 3, 255)  # block_tokens, block_hidden, warps, stages, registers in batch-invariant mode
 INVARIANT_TOKENS = 512  # whose splits every number of tokens takes there: few steps, and few sums to read again
 
@@ -108,13 +108,13 @@ def launch_config(tokens: int, hidden: int, num_sms: int, own_pre: bool, one_lau
     _check_hidden(hidden)
     for limit, single, block_tokens, block_hidden, num_warps, num_stages, registers in LAUNCHES[own_pre]:
         block_hidden = min(block_hidden, hidden & -hidden)
-        block_tokens = min(block_tokens, triton.next_power_of_2(tokens))
         if single and one_launch and tokens <= limit:
             splits = hidden // block_hidden
             config = LaunchConfig(block_tokens, block_hidden, splits, 1, num_warps, num_stages, registers, True)
             if config.programs(tokens) <= config.resident(num_sms):
                 return config
         if not single and tokens <= limit:
+            block_tokens = min(block_tokens, triton.next_power_of_2(tokens))
             return two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
     raise AssertionError("the last row covers every token count")
 
@@ -962,7 +962,7 @@ def aot_cases() -> list[AotCase]:
     types |= {"arrivals": "*i32", "tokens": "i32", "rms_eps": "fp32", "eps": "fp32"}
     both, hopper = (HOPPER, BLACKWELL), (HOPPER,)
     sites = [("expand", 24, own, 5120, tokens, both) for own in (True, False) for tokens in (8, 512)]
-    sites += [("expand", 24, True, hidden, tokens, hopper) for hidden, tokens in ((5120, 1), (4096, 512), (7168, 8), (7168, 512))]
+    sites += [("expand", 24, True, hidden, tokens, hopper) for hidden, tokens in ((4096, 512), (7168, 8), (7168, 512))]
     sites += [("expand", 24, own, 5120, tokens, hopper) for own in (True, False) for tokens in (64, 4096)]
     forms = [("embedding", 24, True), ("embedding", 24, False), ("streams", 24, False), ("expand", 4, True), ("expand", 0, False)]
     sites += [(*form, 4096, tokens, hopper) for form in forms for tokens in (8, 300)]
