@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.batch import Chunk, engram_rows
-from abyssal.kv.decode import DecodeFacts, DecodeInputs, DecodeTables, staged
+from abyssal.kv.batch import Chunk, engram_rows, staged
+from abyssal.kv.decode import DecodeFacts, DecodeInputs, DecodeTables
 from abyssal.kv.pool import KVCache, SequenceCache
 from abyssal.model.model import Model
 from abyssal.ops.ngram_hash import NgramHash

@@ -498,7 +498,8 @@ class Engine:
         begun = time.perf_counter()
         logits = self._forward(scheduled, chunks, rows)
         sampled = self._sample(logits, wanted)
-        self.swap.measure_step(offset, time.perf_counter() - begun)
+        is_done = bool(rows) or self.config.device == "cpu"
+        self.swap.measure_step(offset, time.perf_counter() - begun, is_done)
         return [u for (seq, count), token in zip(scheduled, sampled, strict=True) if (u := self._commit(seq, count, token))]
 
     def _forward(self, scheduled: Scheduled, chunks: list[Chunk], rows: list[int]) -> Tensor:

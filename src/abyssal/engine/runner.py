@@ -50,6 +50,7 @@ class Runner:
         """`config` is resolved: no option is "auto". `load` reads the weights; a benchmark makes them up."""
         self.model_config, self.config = model_config, config
         self.comm = comm
+        self._launched: torch.cuda.Event | None = None  # the end of the last step that no graph holds
         local = comm.mesh.local(model_config)
         self.ngrams = _ngram_hash(model_config, tokenizer)
         self.device = torch.device(config.device)
@@ -101,7 +102,20 @@ class Runner:
         self.comm.enter(tokens)
         batch = build_batch(self.model_config, cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists)
         with cpu_threads(1 if tokens * self.model_config.hidden_size <= ONE_THREAD_VALUES else torch.get_num_threads()):
-            return self.model(batch, cache, after_layer)
+            logits = self.model(batch, cache, after_layer)
+        if self.device.type == "cuda":
+            self._wait_for_step_before()
+        return logits
+
+    def _wait_for_step_before(self) -> None:
+        """A step of which nobody asks for a result is launched while the one before runs, so that the device never waits for the host.
+
+        No more than one is queued: whatever comes next would have to wait for all of them.
+        """
+        before, self._launched = self._launched, torch.cuda.Event()
+        self._launched.record()
+        if before is not None:
+            before.synchronize()
 
     def idle(self, shape: Shape | None) -> None:
         """Compute this rank's experts in a step of others, in the shape that these agreed on."""

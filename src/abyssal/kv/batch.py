@@ -180,9 +180,9 @@ def build_batch(
     whole = {n: s for n, s in cache.specs.items() if s.lifetime == "context"}
     tables = {n: _stack_tables(n, s, chunks, device) for n, s in whole.items()} if as_lists else {}
     return Batch(
-        token_ids=torch.tensor([t for c in chunks for t in c.token_ids], device=device),
+        token_ids=_tensor(_joined([np.array(c.token_ids, np.int64) for c in chunks]), device),
         positions=positions_t,
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        logit_rows=_tensor(np.array(logit_rows, np.int64), device),
         rope={"main": rope_table(positions_t, config.rope_main), "compress": rope},
         groups=[] if as_lists else _query_groups(cache.specs["window"], ratios, chunks, offsets, device),
         lists=_query_lists(config, cache, ratios, chunks, offsets, tables, device) if as_lists else None,
@@ -197,9 +197,15 @@ def build_batch(
     )
 
 
+def staged(array: np.ndarray, device: torch.device) -> Tensor:
+    """`array` in memory from which a copy to `device` waits for nothing that is queued there."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
     """Contiguous, which an array picked out of another need not be: kernels step over rows by their length."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    return staged(np.ascontiguousarray(array), device).to(device, non_blocking=True)
 
 
 def _joined(parts: list[np.ndarray], axis: int = 0) -> np.ndarray:

@@ -861,12 +861,14 @@ def _library(x: Input, group: Group) -> Tensor:
     values = _padded(_values(x, group.tile), group)
     if group.out_dtype == torch.bfloat16:
         return F.linear(values, data)
-    return torch.mm(values.repeat(1, group.parts), data.t(), out_dtype=torch.float32)
+    repeated = values if group.parts == 1 else values.repeat(1, group.parts)
+    return torch.mm(repeated, data.t(), out_dtype=torch.float32)
 
 
 def _padded(x: Tensor, group: Group) -> Tensor:
-    """x [.., K], with zeros for the columns that only fill a weight up."""
-    return F.pad(x, (0, group.data.shape[1] // group.parts - group.columns))
+    """x [.., K], with zeros for the columns that only fill a weight up; where there are none x itself, which `F.pad` would copy."""
+    missing = group.data.shape[1] // group.parts - group.columns
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _codes(x: Input, tile: int) -> QuantisedInput:
