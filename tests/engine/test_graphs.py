@@ -132,6 +132,34 @@ def test_32_greedy_requests_under_graphs_give_the_tokens_of_each_alone_without(b
             assert answers(llm.engine, requests, {}) == alone, size
 
 
+def test_a_replayed_chunk_is_the_step(backend: str, recall: Documents) -> None:
+    """Bit for bit, of chunks of full size alone, beside single tokens, and beside the end of another prompt; shorter ones in between."""
+    long, other = (recall(8192)[i]["input_ids"].tolist() for i in range(2))
+    tokens = [long, other[:5000], other[:700], other[:2], other[:3000]]
+    options = OPTIONS | {"backend": backend, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    steps = [[512, 0, 0, 0, 0] for _ in range(9)]
+    steps += [[0, 0, 20, 1, 0], [510, 0, 1, 1, 0], [300, 212, 0, 0, 0], [511, 0, 1, 0, 0], [400, 0, 0, 0, 0], [0, 512, 0, 0, 0]]
+    steps += [[200, 200, 1, 0, 111], [1, 1, 1, 0, 1], [512, 0, 0, 0, 0]]
+    seen, sides = [], []
+    for with_pieces in (True, False):
+        side = Side("tiny", tokens, **options)
+        sides.append(side)
+        pieces = side.runner.pieces
+        assert pieces is not None
+        if not with_pieces:
+            side.runner.pieces = None
+        seen.append([side.step(counts) for counts in steps])
+        assert bool(pieces._pieces) == with_pieces
+    for number, (replayed, launched) in enumerate(zip(*seen, strict=True)):
+        assert replayed.keys() == launched.keys()
+        for key, logits in replayed.items():
+            assert logits.isfinite().all() and torch.equal(logits, launched[key]), (number, key)
+    for (bucket, pool), (_, theirs) in zip(sides[0].cache.pools.items(), sides[1].cache.pools.items(), strict=True):
+        assert not pool.data[NO_PAGE].any() and torch.equal(pool.data, theirs.data), bucket
+    for side in sides:
+        side.llm.close()
+
+
 def test_over_the_edge_of_a_shape(backend: str, recall: Documents) -> None:
     """Steps that fill the shape of 8192 tokens and go on in the next, beside a short sequence."""
     options = OPTIONS | {"backend": backend, "batch_invariant": True}

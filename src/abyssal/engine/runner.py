@@ -14,6 +14,7 @@ from torch import Tensor
 from abyssal.checkpoint.loader import LoadWeights, load_weights
 from abyssal.config import EngineConfig, ModelConfig
 from abyssal.engine.decoder import Decoder
+from abyssal.engine.pieces import Pieces
 from abyssal.engine.workspace import measure_workspace
 from abyssal.errors import ConfigError
 from abyssal.kv.batch import Chunk, build_batch
@@ -50,6 +51,7 @@ class Runner:
         """`config` is resolved: no option is "auto". `load` reads the weights; a benchmark makes them up."""
         self.model_config, self.config = model_config, config
         self.comm = comm
+        self.pieces: Pieces | None = None
         self._launched: torch.cuda.Event | None = None  # the end of the last step that no graph holds
         local = comm.mesh.local(model_config)
         self.ngrams = _ngram_hash(model_config, tokenizer)
@@ -81,6 +83,8 @@ class Runner:
             self.decoder = Decoder(
                 model_config, self.model, self.cache, self.ngrams, self.device, config.max_num_seqs, self.max_model_len
             )
+            if self._captures_chunks:
+                self.pieces = Pieces(self.model, self.cache, config.max_num_batched_tokens, self.decoder.memory)
 
     @property
     def capacity_tokens(self) -> int:
@@ -102,7 +106,10 @@ class Runner:
         self.comm.enter(tokens)
         batch = build_batch(self.model_config, cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists)
         with cpu_threads(1 if tokens * self.model_config.hidden_size <= ONE_THREAD_VALUES else torch.get_num_threads()):
-            logits = self.model(batch, cache, after_layer)
+            if self.pieces is not None and cache is self.cache and self.pieces.takes(batch):
+                logits = self.pieces(batch)
+            else:
+                logits = self.model(batch, cache, after_layer)
         if self.device.type == "cuda":
             self._wait_for_step_before()
         return logits
@@ -134,6 +141,12 @@ class Runner:
         return token_ids[max(0, start - self._history) : start]
 
     @property
+    def _captures_chunks(self) -> bool:
+        """With several ranks in a step what they exchange depends on the tokens."""
+        mesh = self.comm.mesh
+        return bool(self.config.enable_cuda_graphs) and self.device.type == "cuda" and mesh.tp == mesh.ep == 1
+
+    @property
     def _history(self) -> int:
         return self.ngrams.history if self.ngrams is not None else 0
 
@@ -151,8 +164,9 @@ class Runner:
         total = torch.cuda.mem_get_info(self.device)[1]
         try:
             step = measure_workspace(
-                self._compute, self.plan, self.device, sequences, config.max_num_batched_tokens, longest, self._history
-            )
+                self._compute, self.plan, self.device, sequences, config.max_num_batched_tokens, longest, self._history,
+                captures_chunks=self._captures_chunks,
+            )  # fmt: skip
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs={config.max_num_seqs} at {longest} tokens "

@@ -131,6 +131,15 @@ class StoreFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenFacts:
+    """What a layer needs to know of a step's tokens as long as it reads nothing of what their sequences hold."""
+
+    token_ids: Tensor  # [T] int64
+    rope: dict[str, Tensor]  # as of the batch
+    window: StoreFacts
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step. T tokens, S sequences."""
 
@@ -145,6 +154,10 @@ class Batch:
     tables: dict[str, Tensor]  # for `lists`: whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
     entries: dict[str, Tensor]  # for `groups`: whole-context kinds -> [layers, S, entries] int32 slots, -1 after the last
     engram_rows: Tensor | None  # [engram layers, T, columns] int64 on the CPU, rows of the n-gram tables; None: there are none
+
+    @property
+    def of_tokens(self) -> TokenFacts:
+        return TokenFacts(self.token_ids, self.rope, self.stores["window"])
 
     def entry_slots(self, spec: CacheSpec, layer: int, group: QueryGroup) -> Tensor:
         """Slots int32 [n, N] of the entries that a group's sequences have, N = the most that any of its queries sees.
