@@ -13,6 +13,7 @@ from torch import Tensor
 from abyssal import LLM, SamplingParams
 from abyssal.engine.decoder import Decoder
 from abyssal.engine.engine import Engine
+from abyssal.engine.pieces import padded
 from abyssal.engine.request import EngineRequest
 from abyssal.kv.pool import NO_PAGE
 from tests.engine.test_engine import assert_drained, drain
@@ -132,32 +133,57 @@ def test_32_greedy_requests_under_graphs_give_the_tokens_of_each_alone_without(b
             assert answers(llm.engine, requests, {}) == alone, size
 
 
-def test_a_replayed_chunk_is_the_step(backend: str, recall: Documents) -> None:
-    """Bit for bit, of chunks of full size alone, beside single tokens, and beside the end of another prompt; shorter ones in between."""
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_a_replayed_chunk_is_the_step(batch_invariant: bool, backend: str, recall: Documents) -> None:
+    """Bit for bit: chunks alone, beside single tokens and beside another prompt. Numbers of tokens to which some are added, if invariant."""
     long, other = (recall(8192)[i]["input_ids"].tolist() for i in range(2))
     tokens = [long, other[:5000], other[:700], other[:2], other[:3000]]
-    options = OPTIONS | {"backend": backend, "max_num_batched_tokens": 512, "max_num_seqs": 8}
-    steps = [[512, 0, 0, 0, 0] for _ in range(9)]
-    steps += [[0, 0, 20, 1, 0], [510, 0, 1, 1, 0], [300, 212, 0, 0, 0], [511, 0, 1, 0, 0], [400, 0, 0, 0, 0], [0, 512, 0, 0, 0]]
-    steps += [[200, 200, 1, 0, 111], [1, 1, 1, 0, 1], [512, 0, 0, 0, 0]]
+    steps = [[512, 0, 0, 0, 0]] * 5
+    steps += [[510, 0, 1, 1, 0], [300, 212, 0, 0, 0], [511, 0, 1, 0, 0], [0, 512, 0, 0, 0], [200, 200, 1, 0, 111]]
+    if batch_invariant:
+        steps += [[400, 0, 0, 0, 0], [0, 0, 20, 1, 0], [1, 1, 1, 0, 1], [445, 1, 0, 0, 1], [1, 1, 23, 0, 0], [0, 1, 0, 0, 300]]
+    steps += [[512, 0, 0, 0, 0]]
+    options = OPTIONS | {"backend": backend, "batch_invariant": batch_invariant, "max_num_batched_tokens": 512}
     seen, sides = [], []
-    for with_pieces in (True, False):
-        side = Side("tiny", tokens, **options)
+    for replays in (True, False):
+        side = Side("tiny", tokens, max_num_seqs=8, **options)
         sides.append(side)
         pieces = side.runner.pieces
         assert pieces is not None
-        if not with_pieces:
+        if not replays:
             side.runner.pieces = None
         seen.append([side.step(counts) for counts in steps])
-        assert bool(pieces._pieces) == with_pieces
+        assert set(pieces._steps) == (set() if not replays else {512, 448, 32, 320} if batch_invariant else {512})
     for number, (replayed, launched) in enumerate(zip(*seen, strict=True)):
         assert replayed.keys() == launched.keys()
         for key, logits in replayed.items():
             assert logits.isfinite().all() and torch.equal(logits, launched[key]), (number, key)
-    for (bucket, pool), (_, theirs) in zip(sides[0].cache.pools.items(), sides[1].cache.pools.items(), strict=True):
-        assert not pool.data[NO_PAGE].any() and torch.equal(pool.data, theirs.data), bucket
+    for (bucket, pool), other_pool in zip(sides[0].cache.pools.items(), sides[1].cache.pools.values(), strict=True):
+        assert not pool.data[NO_PAGE].any() and torch.equal(pool.data, other_pool.data), bucket
     for side in sides:
         side.llm.close()
+
+
+@pytest.mark.parametrize("name", ["v4-flash", "v4.1-flash"])
+def test_replayed_chunks_of_every_kind_of_layer(name: str, backend: str, tmp_path: Path) -> None:
+    """In batch-invariant mode, twice, so that steps of every size are captured and replayed."""
+    folder = small_slice(name, tmp_path)
+    ids = torch.randint(0, 512, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
+    sizes = [512, 3, 400, 512, 61, 512, 500, 500]
+    options = {"device": "cuda", "dtype": "bfloat16", "backend": backend, "batch_invariant": True, "max_num_batched_tokens": 512}
+    got = []
+    for replays in (True, False):
+        engine = slice_engine(name, folder, **options)
+        assert engine.runner.pieces is not None
+        if not replays:
+            engine.runner.pieces = None
+        got += [engine.score(ids, sizes, list(range(len(ids)))) for _ in range(2)]
+    assert got[0].isfinite().all() and all(torch.equal(logits, got[0]) for logits in got[1:])
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 16), (17, 32), (129, 160), (447, 448), (513, 640), (1025, 1280), (1999, 2000)])
+def test_sizes_of_steps(count: int, size: int) -> None:
+    assert padded(count, 2000) == size
 
 
 def test_over_the_edge_of_a_shape(backend: str, recall: Documents) -> None:

@@ -1,15 +1,16 @@
-"""Steps of the most tokens that a step may have, as those of a long prompt are: all but the attentions is replayed from CUDA graphs.
+"""Steps of any number of tokens, all but the attentions replayed from CUDA graphs.
 
-From behind one attention up to the next, what a layer does depends on the number of tokens alone, so that it is captured as one graph. The
-compression of keys, the choice among them, and the attention itself follow the sequences' lengths and are launched op by op in between.
+From behind one attention up to the next, what a layer does depends on the number of tokens alone, so that it is captured as one graph, for
+a few numbers up to which steps are filled. The compression of keys, the choice among them, and the attention itself follow the sequences'
+lengths and are launched op by op in between.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,112 +21,137 @@ from abyssal.kv.batch import Batch, StoreFacts, TokenFacts
 from abyssal.kv.pool import KVCache
 from abyssal.model.model import Block, Model, Residual
 from abyssal.ops._select import Selection
+from abyssal.ops.hyper_connection import Site
 
 log = logging.getLogger("abyssal")
+
+LEAST = 16  # tokens of the smallest size, and between two
+PER_OCTAVE = 4  # sizes from one power of two to the next: what fills a step up is a fifth of it at most
+
+
+def padded(count: int, most: int) -> int:
+    """The size of a step of `count` tokens, 1 to `most`."""
+    between = max(LEAST, (1 << (count - 1).bit_length()) // (2 * PER_OCTAVE))
+    return min(most, -(-count // between) * between)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """A graph that ends before an attention, and what it leaves for that, in memory that graphs own."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Any
     block: Block  # of the attention
     rows: list[Tensor]  # as of `Projected`
-    queries: Tensor  # [T, H, d]
-    index_queries: Tensor | None  # [T, Hi, di]
+    queries: Tensor  # [N, H, d]
+    index_queries: Tensor | None  # [N, Hi, di]; None: the layer has no indexer
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The graphs of one size."""
+
+    pieces: list[_Piece]
+    end: Any  # the graph behind the last attention
+    residual: Residual  # what that leaves
 
 
 class Pieces:
-    """Computes steps of `num_tokens` tokens. The first only compiles kernels, the second is captured while it is computed."""
+    """Computes the steps of one model. The graphs of a size are captured by the first step that needs them."""
 
-    def __init__(self, model: Model, cache: KVCache, num_tokens: int, memory: Any) -> None:
+    def __init__(self, model: Model, cache: KVCache, most_tokens: int, memory: Any) -> None:
         """`memory`: of all graphs, none of which may run at the same time as another."""
-        self.model, self.cache, self.num_tokens, self._memory = model, cache, num_tokens, memory
-        device = model.embedding.device
+        self.model, self.cache, self.most_tokens, self._memory = model, cache, most_tokens, memory
+        config, device = model.config, model.embedding.device
         self._stream = torch.cuda.Stream(device)  # of captures
-        self._ratios = {block.attention.plan.ratio for block in model.blocks if block.attention.indexer is not None}
-        self._is_compiled = False
-        self._pieces: list[_Piece] = []
-
-    def takes(self, batch: Batch) -> bool:
-        """Whether a step has so many tokens, and keys have to be chosen in all layers: queries for it are captured."""
-        assert batch.lists is not None
-        chooses = all(batch.lists.max_visible[ratio] > self.model.config.index_topk for ratio in self._ratios)
-        return len(batch.token_ids) == self.num_tokens and chooses
+        self._steps: dict[int, _Step] = {}
+        # What graphs read of a step, and the results of each attention in turn
+        ropes = {"main": config.rope_main, "compress": config.rope_compress}
+        self._tokens = TokenFacts(
+            torch.full((most_tokens,), -1, device=device),
+            {n: torch.zeros(most_tokens, r.dim // 2, dtype=torch.complex64, device=device) for n, r in ropes.items()},
+            StoreFacts(torch.arange(most_tokens, device=device), torch.full((config.num_layers, most_tokens), -1, device=device)),
+        )
+        self._table_rows: dict[int, Tensor] = {}
+        if config.engram is not None:
+            width = config.engram.columns * config.engram.head_dim
+            layers = [plan.layer for plan in config.layers if plan.engram is not None]
+            self._table_rows = {layer: torch.zeros(most_tokens, width, dtype=model.dtype, device=device) for layer in layers}
+        self._out = torch.zeros(most_tokens, config.num_heads, config.head_dim, dtype=model.dtype, device=device)
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
-        """Logits as of `Model`, for a batch that it `takes`."""
-        rows = self.model.read_tables(batch.engram_rows)
-        if not self._is_compiled:
-            self._is_compiled = True
-            return self.model.compute(batch, self.cache, rows)
-        if not self._pieces:
-            try:
-                self._capture(batch, rows)
-            except BaseException:
-                self._pieces.clear()
-                raise
-        else:
-            self._replay(batch, rows)
-        return self.model.logits(self._last.at(batch.logit_rows))
-
-    def _replay(self, batch: Batch, rows: dict[int, Tensor]) -> None:
-        for ours, theirs in zip(_inputs(self._tokens, self._rows), _inputs(batch.of_tokens, rows), strict=True):
-            ours.copy_(theirs)
+        """Logits as of `Model`, for a batch of 1 to `most_tokens` tokens."""
+        size = padded(len(batch.token_ids), self.most_tokens)
+        if size not in self._steps:  # kernels are compiled and libraries set up, which a capture must not
+            self._fill(size, None)
+            self._compute(size, nullcontext, lambda piece: None)
+        self._fill(size, batch)
         selection = self.model.ops.new_selection(batch)
-        for piece in self._pieces:
-            piece.graph.replay()
-            self._attend(piece, batch, selection)
-        self._end.replay()
+        if size not in self._steps:
+            begun = time.perf_counter()
+            self._steps[size] = self._compute(size, self._capturing, lambda piece: self._run(piece, batch, selection))
+            log.info("captured a step of %d tokens in %.1f s", size, time.perf_counter() - begun)
+        else:
+            for piece in self._steps[size].pieces:
+                self._run(piece, batch, selection)
+        self._steps[size].end.replay()
+        return self.model.logits(self._steps[size].residual.at(batch.logit_rows))
 
-    def _attend(self, piece: _Piece, batch: Batch, selection: Selection) -> None:
+    def _fill(self, size: int, batch: Batch | None) -> None:
+        """Set the facts of a batch. What is beyond its tokens touches no expert and is stored nowhere."""
+        count, ours = 0 if batch is None else len(batch.token_ids), self._tokens
+        ours.token_ids[count:size] = -1
+        ours.window.slots[:, count:size] = -1
+        if batch is not None:
+            ours.token_ids[:count] = batch.token_ids
+            ours.window.slots[:, :count] = batch.stores["window"].slots
+            for name, table in ours.rope.items():
+                table[:count] = batch.rope[name]
+            for layer, read in self.model.read_tables(batch.engram_rows).items():
+                self._table_rows[layer][:count] = read
+
+    def _run(self, piece: _Piece, batch: Batch, selection: Selection) -> None:
+        count = len(batch.token_ids)
+
         def index_queries() -> Tensor:
             assert piece.index_queries is not None
-            return piece.index_queries
+            return piece.index_queries[:count]
 
-        attend = piece.block.attention.attend
-        attend(piece.rows, lambda: piece.queries, index_queries, batch, self.cache, selection, self._out)
+        piece.graph.replay()
+        piece.block.attention.attend(
+            [rows[:count] for rows in piece.rows], lambda: piece.queries[:count], index_queries, batch, self.cache, selection,
+            self._out[:count],
+        )  # fmt: skip
 
-    def _capture(self, batch: Batch, rows: dict[int, Tensor]) -> None:
-        """What a graph has is launched by a replay at once, so that the step is computed as well."""
-        begun = time.perf_counter()
-        model, of_batch = self.model, batch.of_tokens
-        window = StoreFacts(of_batch.window.rows, of_batch.window.slots.clone())
-        rope = {name: table.clone() for name, table in of_batch.rope.items()}
-        self._tokens = tokens = TokenFacts(of_batch.token_ids.clone(), rope, window)
-        self._rows = {layer: read.clone() for layer, read in rows.items()}
-        sizes = self.num_tokens, model.config.num_heads, model.config.head_dim
-        self._out = torch.empty(sizes, dtype=model.dtype, device=tokens.token_ids.device)  # of every attention in turn
-        selection = model.ops.new_selection(batch)
-        residual, last = None, None
-        for layer, block in enumerate(model.blocks):
-            attention = block.attention
-            with self._capturing() as graph:
-                residual = model.embed(tokens.token_ids) if last is None else self._leave(*last)
-                site = block.enter(residual, self._rows.get(layer))
-                of_x = attention.project(site.x)
+    def _compute(self, size: int, around: Callable[[], AbstractContextManager[Any]], attend: Callable[[_Piece], None]) -> _Step:
+        """Compute `size` tokens, each piece inside of what `around` gives, which may be its graph."""
+        window = StoreFacts(self._tokens.window.rows[:size], self._tokens.window.slots[:, :size])
+        tokens = TokenFacts(self._tokens.token_ids[:size], {n: t[:size] for n, t in self._tokens.rope.items()}, window)
+
+        def leave(block: Block, site: Site) -> Residual:
+            return block.leave(site, block.attention.finish(self._out[:size], tokens), tokens.token_ids)
+
+        pieces: list[_Piece] = []
+        last: tuple[Block, Site] | None = None
+        for layer, block in enumerate(self.model.blocks):
+            attention, rows = block.attention, self._table_rows.get(layer)
+            with around() as graph:
+                residual = self.model.embed(tokens.token_ids) if last is None else leave(*last)
+                last = block, block.enter(residual, None if rows is None else rows[:size])
+                of_x = attention.project(last[1].x)
                 queries = attention.queries(of_x, tokens, self.cache)
                 index_queries = None if attention.indexer is None else attention.index_queries(of_x)
-            left = [_alias(row) for row in of_x.rows], _alias(queries), None if index_queries is None else _alias(index_queries)
-            self._pieces.append(_Piece(graph, block, *left))
+            of_index = None if index_queries is None else _alias(index_queries)
+            pieces.append(_Piece(graph, block, [_alias(row) for row in of_x.rows], _alias(queries), of_index))
             del residual, of_x, queries, index_queries  # what is captured next may lie where they do
-            graph.replay()
-            self._attend(self._pieces[-1], batch, selection)
-            last = block, site
+            attend(pieces[-1])
         assert last is not None
-        with self._capturing() as self._end:
-            residual = self._leave(*last)
+        with around() as graph:
+            residual = leave(*last)
         parts = (residual.streams, residual.pre, residual.out, residual.post, residual.comb)
         streams, pre, *rest = (None if part is None else _alias(part) for part in parts)
         assert streams is not None and pre is not None
-        self._last = Residual(streams, pre, *rest)
-        self._end.replay()
-        log.info("captured a step of %d tokens in %.1f s", self.num_tokens, time.perf_counter() - begun)
-
-    def _leave(self, block: Block, site: Any) -> Residual:
-        out = block.attention.finish(self._out, self._tokens)
-        return block.leave(site, out, self._tokens.token_ids)
+        return _Step(pieces, graph, Residual(streams, pre, *rest))
 
     @contextmanager
     def _capturing(self) -> Iterator[torch.cuda.CUDAGraph]:
@@ -139,11 +165,6 @@ class Pieces:
                 graph.capture_end()
 
 
-def _inputs(tokens: TokenFacts, rows: dict[int, Tensor]) -> list[Tensor]:
-    """What differs from step to step, of what graphs read."""
-    return [tokens.token_ids, *tokens.rope.values(), tokens.window.slots, *rows.values()]
-
-
 class _Place:
     def __init__(self, x: Tensor) -> None:
         strides = tuple(n * x.element_size() for n in x.stride())
@@ -152,5 +173,5 @@ class _Place:
 
 
 def _alias(x: Tensor) -> Tensor:
-    """`x` by its place in memory, which it does not keep: graphs captured later may use it for something else once this one is read."""
+    """`x` by its place in memory, which it does not keep: once it is read, graphs may have something else there."""
     return torch.as_tensor(_Place(x), device=x.device).view(x.dtype)

@@ -106,7 +106,10 @@ class Runner:
         self.comm.enter(tokens)
         batch = build_batch(self.model_config, cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists)
         with cpu_threads(1 if tokens * self.model_config.hidden_size <= ONE_THREAD_VALUES else torch.get_num_threads()):
-            if self.pieces is not None and cache is self.cache and self.pieces.takes(batch):
+            if self.pieces is not None and tokens <= self.pieces.most_tokens:
+                assert cache is self.cache and after_layer is None, (
+                    "graphs read these caches, and have no place between two layers"
+                )
                 logits = self.pieces(batch)
             else:
                 logits = self.model(batch, cache, after_layer)
