@@ -136,8 +136,9 @@ def test_32_greedy_requests_under_graphs_give_the_tokens_of_each_alone_without(b
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_a_replayed_chunk_is_the_step(batch_invariant: bool, backend: str, recall: Documents) -> None:
     """Bit for bit: chunks alone, beside single tokens and beside another prompt. Numbers of tokens to which some are added, if invariant."""
-    long, other = (recall(8192)[i]["input_ids"].tolist() for i in range(2))
-    tokens = [long, other[:5000], other[:700], other[:2], other[:3000]]
+    docs = [doc["input_ids"].tolist() for doc in recall(2048)]
+    long, other = docs[0] + docs[1] + docs[2], docs[3] + docs[4]
+    tokens = [long, other, other[:700], other[:2], other[:2000]]
     steps = [[512, 0, 0, 0, 0]] * 5
     steps += [[510, 0, 1, 1, 0], [300, 212, 0, 0, 0], [511, 0, 1, 0, 0], [0, 512, 0, 0, 0], [200, 200, 1, 0, 111]]
     if batch_invariant:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,8 @@ class _Step:
 
 
 class Pieces:
-    """Computes the steps of one model. The graphs of a size are captured by the first step that needs them."""
+    """Computes the steps of one model. The graphs of a size are captured when a step first needs them, behind those of the largest: in the
+    memory that these take there is room for all others."""
 
     def __init__(self, model: Model, cache: KVCache, most_tokens: int, memory: Any) -> None:
         """`memory`: of all graphs, none of which may run at the same time as another."""
@@ -79,36 +80,34 @@ class Pieces:
         self._out = torch.zeros(most_tokens, config.num_heads, config.head_dim, dtype=model.dtype, device=device)
 
     @torch.inference_mode()
-    def __call__(self, batch: Batch) -> Tensor:
-        """Logits as of `Model`, for a batch of 1 to `most_tokens` tokens."""
-        size = padded(len(batch.token_ids), self.most_tokens)
-        if size not in self._steps:  # kernels are compiled and libraries set up, which a capture must not
-            self._fill(size, None)
-            self._compute(size, nullcontext, lambda piece: None)
-        self._fill(size, batch)
-        selection = self.model.ops.new_selection(batch)
-        if size not in self._steps:
-            begun = time.perf_counter()
-            self._steps[size] = self._compute(size, self._capturing, lambda piece: self._run(piece, batch, selection))
-            log.info("captured a step of %d tokens in %.1f s", size, time.perf_counter() - begun)
-        else:
-            for piece in self._steps[size].pieces:
-                self._run(piece, batch, selection)
-        self._steps[size].end.replay()
-        return self.model.logits(self._steps[size].residual.at(batch.logit_rows))
+    def capture(self, count: int) -> None:
+        """Capture what a step of `count` tokens, 1 to `most_tokens`, needs and has not been captured yet."""
+        for size in (self.most_tokens, padded(count, self.most_tokens)):
+            if size not in self._steps:
+                self._steps[size] = self._captured(size)
 
-    def _fill(self, size: int, batch: Batch | None) -> None:
-        """Set the facts of a batch. What is beyond its tokens touches no expert and is stored nowhere."""
-        count, ours = 0 if batch is None else len(batch.token_ids), self._tokens
+    @torch.inference_mode()
+    def __call__(self, batch: Batch) -> Tensor:
+        """Logits as of `Model`, for a batch of as many tokens as `capture` was called for."""
+        size = padded(len(batch.token_ids), self.most_tokens)
+        step, selection = self._steps[size], self.model.ops.new_selection(batch)
+        self._fill(size, batch)
+        for piece in step.pieces:
+            self._run(piece, batch, selection)
+        step.end.replay()
+        return self.model.logits(step.residual.at(batch.logit_rows))
+
+    def _fill(self, size: int, batch: Batch) -> None:
+        """Set the facts of a step. What is beyond its tokens touches no expert and is stored nowhere."""
+        count, ours = len(batch.token_ids), self._tokens
         ours.token_ids[count:size] = -1
         ours.window.slots[:, count:size] = -1
-        if batch is not None:
-            ours.token_ids[:count] = batch.token_ids
-            ours.window.slots[:, :count] = batch.stores["window"].slots
-            for name, table in ours.rope.items():
-                table[:count] = batch.rope[name]
-            for layer, read in self.model.read_tables(batch.engram_rows).items():
-                self._table_rows[layer][:count] = read
+        ours.token_ids[:count] = batch.token_ids
+        ours.window.slots[:, :count] = batch.stores["window"].slots
+        for name, table in ours.rope.items():
+            table[:count] = batch.rope[name]
+        for layer, read in self.model.read_tables(batch.engram_rows).items():
+            self._table_rows[layer][:count] = read
 
     def _run(self, piece: _Piece, batch: Batch, selection: Selection) -> None:
         count = len(batch.token_ids)
@@ -123,8 +122,17 @@ class Pieces:
             self._out[:count],
         )  # fmt: skip
 
-    def _compute(self, size: int, around: Callable[[], AbstractContextManager[Any]], attend: Callable[[_Piece], None]) -> _Step:
-        """Compute `size` tokens, each piece inside of what `around` gives, which may be its graph."""
+    def _captured(self, size: int) -> _Step:
+        begun = time.perf_counter()
+        self._tokens.token_ids[:size] = -1
+        self._tokens.window.slots[:, :size] = -1
+        self._compute(size, nullcontext)  # compiles kernels and sets libraries up, which a capture must not
+        step = self._compute(size, self._capturing)
+        log.info("captured a step of %d tokens in %.1f s", size, time.perf_counter() - begun)
+        return step
+
+    def _compute(self, size: int, around: Callable[[], AbstractContextManager[Any]]) -> _Step:
+        """Launch the pieces for `size` tokens, each inside of what `around` gives, which may be its graph."""
         window = StoreFacts(self._tokens.window.rows[:size], self._tokens.window.slots[:, :size])
         tokens = TokenFacts(self._tokens.token_ids[:size], {n: t[:size] for n, t in self._tokens.rope.items()}, window)
 
@@ -144,7 +152,6 @@ class Pieces:
             of_index = None if index_queries is None else _alias(index_queries)
             pieces.append(_Piece(graph, block, [_alias(row) for row in of_x.rows], _alias(queries), of_index))
             del residual, of_x, queries, index_queries  # what is captured next may lie where they do
-            attend(pieces[-1])
         assert last is not None
         with around() as graph:
             residual = leave(*last)
@@ -161,8 +168,11 @@ class Pieces:
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
             try:
                 yield graph
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # that nothing was captured is known
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
 
 class _Place:

@@ -49,7 +49,7 @@ def measure_workspace(
     mixed, decode = taken(counts, with_logits=True), taken([1] * sequences, with_logits=True)
     captured = taken(counts, with_logits=False) if captures_chunks else 0
     torch.cuda.empty_cache()
-    return mixed + captured + 2 * decode + MORE_SEGMENTS
+    return mixed + captured + 2 * decode + (1 + captures_chunks) * MORE_SEGMENTS
 
 
 def _taken(
