@@ -13,7 +13,6 @@ from torch import Tensor
 from abyssal import LLM, SamplingParams
 from abyssal.engine.decoder import Decoder
 from abyssal.engine.engine import Engine
-from abyssal.engine.pieces import padded
 from abyssal.engine.request import EngineRequest
 from abyssal.kv.pool import NO_PAGE
 from tests.engine.test_engine import assert_drained, drain
@@ -180,11 +179,6 @@ def test_replayed_chunks_of_every_kind_of_layer(name: str, backend: str, tmp_pat
             engine.runner.pieces = None
         got += [engine.score(ids, sizes, list(range(len(ids)))) for _ in range(2)]
     assert got[0].isfinite().all() and all(torch.equal(logits, got[0]) for logits in got[1:])
-
-
-@pytest.mark.parametrize(("count", "size"), [(1, 16), (17, 32), (129, 160), (447, 448), (513, 640), (1025, 1280), (1999, 2000)])
-def test_sizes_of_steps(count: int, size: int) -> None:
-    assert padded(count, 2000) == size
 
 
 def test_over_the_edge_of_a_shape(backend: str, recall: Documents) -> None:
