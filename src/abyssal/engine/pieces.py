@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Pieces:
         """`memory`: of all graphs, none of which may run at the same time as another."""
         self.model, self.cache, self.most_tokens, self._memory = model, cache, most_tokens, memory
         config, device = model.config, model.embedding.device
-        self._stream = torch.cuda.Stream(device)  # of captures
+        self._stream = _capture_stream(device)
         self._steps: dict[int, _Step] = {}
         # What graphs read of a step, and the results of each attention in turn
         ropes = {"main": config.rope_main, "compress": config.rope_compress}
@@ -173,6 +174,12 @@ class Pieces:
                     graph.capture_end()
                 raise
             graph.capture_end()
+
+
+@lru_cache(maxsize=8)
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all: libraries keep a workspace of 32 MiB for every stream."""
+    return torch.cuda.Stream(device)
 
 
 class _Place:

@@ -83,7 +83,7 @@ class Runner:
             self.decoder = Decoder(
                 model_config, self.model, self.cache, self.ngrams, self.device, config.max_num_seqs, self.max_model_len
             )
-            if self._captures_chunks:
+            if self._captures_pieces:
                 self.pieces = Pieces(self.model, self.cache, config.max_num_batched_tokens, self.decoder.memory)
 
     @property
@@ -154,8 +154,13 @@ class Runner:
         """What the n-gram hashes of a chunk need of the tokens in front of it."""
         return token_ids[max(0, start - self._history) : start]
 
+    def _capture_pieces(self, cache: KVCache) -> Pieces:
+        pieces = Pieces(self.model, cache, self.config.max_num_batched_tokens, torch.cuda.graph_pool_handle())
+        pieces.capture(pieces.most_tokens)
+        return pieces
+
     @property
-    def _captures_chunks(self) -> bool:
+    def _captures_pieces(self) -> bool:
         """With several ranks in a step what they exchange depends on the tokens."""
         mesh = self.comm.mesh
         return bool(self.config.enable_cuda_graphs) and self.device.type == "cuda" and mesh.tp == mesh.ep == 1
@@ -179,7 +184,7 @@ class Runner:
         try:
             step = measure_workspace(
                 self._compute, self.plan, self.device, sequences, config.max_num_batched_tokens, longest, self._history,
-                captures_chunks=self._captures_chunks,
+                capture=self._capture_pieces if self._captures_pieces else None,
             )  # fmt: skip
         except torch.OutOfMemoryError as error:
             raise ConfigError(
