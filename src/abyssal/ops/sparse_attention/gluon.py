@@ -495,7 +495,6 @@ def weigh_and_add(
             store_part(0, acc, to, part_of(token, split, work), first_head, work.heads)
         else:
             store_half(0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, first_head, work.heads)
-            mbarrier.arrive(of_end.full.index(0))  # only now, as the other role has time: two at once would share the way out
         blocks = next_blocks
 
 
@@ -525,6 +524,7 @@ def at_end(
         factor = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
         mbarrier.wait(of_end.empty.index(0), here(tile) // work.programs & 1)
         factors.index(2).store(factor)
+        mbarrier.arrive(of_end.full.index(0))
         gl.store(to.of_rows + token.to(gl.int64) * work.heads + first_head + rows, b_lse * 0.6931471805599453, mask=in_range)
         return factor, next_blocks
 
@@ -895,7 +895,7 @@ def begin_blocks(n, in_window, first_slots, slots, pools, bias, never, LAYOUT: g
     Slots depend on these, or the loop over blocks would wait for them at its head, each time.
     """
     if LAYOUT.name != FORMATS.entries.name:
-        first_slots = gl.where(in_window, first_slots, -1)
+        first_slots = gl.where(in_window, first_slots, -1)  # a tile without a window begins with entries
     where = locate(n, first_slots, in_window, pools, bias, LAYOUT, FORMATS)
     left_codes, left_scales = load_half(0, where, slots * 0, LAYOUT)
     right_codes, right_scales = load_half(1, where, slots * 0, LAYOUT)
