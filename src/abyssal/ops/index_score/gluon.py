@@ -121,6 +121,16 @@ class Sums(NamedTuple):
     scales: Any
 
 
+class Pairs(NamedTuple):
+    """The same where pairs of lanes have told each other: a lane keeps the sum of one of its two keys of a tile."""
+
+    own_a: Any
+    other_a: Any  # what the other lane of the pair holds of that key
+    own_b: Any
+    other_b: Any
+    scales: Any
+
+
 class Done(NamedTuple):
     """Two tiles whose scores are yet to be stored, and where."""
 
@@ -481,6 +491,22 @@ def _add_lanes(sums, places):
 
 
 @gluon.jit
+def _of_pair(sums, places):
+    """Of sums of two keys the one whose place a lane has, and what the other lane of its pair holds of it."""
+    low, high = sums
+    odd = (places & 8) != 0
+    return gl.where(odd, high, low), _from_lane(gl.where(odd, low, high), 1)
+
+
+@gluon.jit
+def _add_pairs(pairs, places):
+    """The scores of lanes' places, from what the two pairs of lanes that share keys hold."""
+    second = (places & KEYS) != 0
+    a, b = pairs.own_a + pairs.other_a, pairs.own_b + pairs.other_b
+    return (gl.where(second, b, a) + _from_lane(gl.where(second, a, b), 2)) * pairs.scales
+
+
+@gluon.jit
 def _output_from(to, row, tile):
     """Where the scores and the maxima of a row begin that are those of `tile`."""
     row = row.to(gl.int64)
@@ -523,16 +549,15 @@ def _sum_tiles(ring, stage, queries, weights, done, HEADS: gl.constexpr, MAXIMA:
     keys = _take(ring, 2 * stage + 1, queries, HEADS)
     scales = _scales(ring.factors, stage)
     _release(ring, stage)
-    _store_scores(done, MAXIMA)
+    _store(_add_pairs(done.sums, done.entry), done.at, done.best_at, done.entry, done.reach, MAXIMA)
     dots_a = warpgroup_mma_wait(0, deps=(dots_a,))
     dots_b = _multiply(keys, queries, 0, HEADS)
-    low_a, high_a = _lane_sums(dots_a, weights, HEADS)
+    own_a, other_a = _of_pair(_lane_sums(dots_a, weights, HEADS), done.entry)
     # The compiler would move these sums behind the second product, but it moves no shuffle over a wait.
-    low_a, high_a = _from_lane(low_a, 0), _from_lane(high_a, 0)
     mbarrier.wait(ring.gate.index(0), 1)
     dots_b = warpgroup_mma_wait(0, deps=(dots_b,))
-    low_b, high_b = _lane_sums(dots_b, weights, HEADS)
-    return Sums(low_a, high_a, low_b, high_b, scales)
+    own_b, other_b = _of_pair(_lane_sums(dots_b, weights, HEADS), done.entry)
+    return Pairs(own_a, other_a, own_b, other_b, scales)
 
 
 @gluon.jit
@@ -581,7 +606,8 @@ def _score_queries(ring, stage, queries, to, query, tile, work, count, places, H
     else:
         scales = gl.full([4, 8, 4], 1.0, gl.float32, LANES)
     dots = _multiply(keys, queries, 0, HEADS)
-    _release(ring, stage)
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(stage))
     for j in gl.static_range(0, QUERIES, 2):
         next_dots = _multiply(keys, queries, j + 1, HEADS)
         dots = warpgroup_mma_wait(1, deps=(dots,))
@@ -626,23 +652,16 @@ def _rows_from(work, first, before, QUERIES: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _part(total, program):
-    """Where a program's part of all stages begins. Parts of one more are spread evenly, as near programs often meet on a multiprocessor."""
-    programs = gl.num_programs(0).to(gl.uint32)
-    share = total.to(gl.uint32) // programs
-    rest = total.to(gl.uint32) - share * programs
-    program = program.to(gl.uint32)
-    return _uniform((program * share + program * rest // programs).to(gl.int32))
-
-
-@gluon.jit
 def _share(work, QUERIES: gl.constexpr):
     """This program's, found by four warps before roles part."""
     rows = _rows_from(work, 0, 0, QUERIES, 4)
     total = rows.last
     for first in range(ROWS, work.num_rows, ROWS):
         total = _rows_from(work, first, total, QUERIES, 4).last
-    begin, end = _part(total, gl.program_id(0)), _part(total, gl.program_id(0) + 1)
+    share = (total.to(gl.uint32) // gl.num_programs(0).to(gl.uint32)).to(gl.int32)
+    rest = total - share * gl.num_programs(0)
+    begin = _uniform(gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest))
+    end = _uniform(begin + share + (gl.program_id(0) < rest).to(gl.int32))
     return _from_row_of(work, rows, begin, end, QUERIES, 4)
 
 
@@ -680,7 +699,8 @@ def _bring(work, share, keys, scales, page_table, table_stride, ring, QUERIES: g
     while share.begin < share.end:
         stop = gl.minimum(share.end, share.row_end)
         first, last = (share.begin - share.row_begin) * ITEMS, (stop - share.row_begin) * ITEMS
-        last = gl.minimum(last, (share.seen + KEYS - 1) // KEYS)
+        if ITEMS == 2:  # of a last pair there may be one only
+            last = gl.minimum(last, (share.seen + KEYS - 1) // KEYS)
         table = page_table + (share.row // blocks).to(gl.int64) * table_stride
         for group in range(first, last, 32):
             pages = gl.load(table + (group + lane) // TILES, mask=group + lane < last, other=0)
@@ -788,7 +808,7 @@ def _score(work, share, q, weights, to, ring, queries, precise, HEADS: gl.conste
                 # as one register: of an `or` the compiler would leave the last step to the loop
                 inexact = gl.max(inexact.to(gl.uint32), 0).to(gl.int32)
             zeros = gl.zeros([4, 8, 4], gl.float32, LANES)
-            sums = Sums(zeros, zeros, zeros, zeros, zeros)
+            sums = Sums(zeros, zeros, zeros, zeros, zeros) if MIXED else Pairs(zeros, zeros, zeros, zeros, zeros)
             entry = places - 2 * KEYS  # before `first`: not stored
             at, best_at = _output_from(to, query, 2 * first)
             reach = gl.minimum(share.seen, last * (2 * KEYS)) - first * (2 * KEYS)
@@ -812,7 +832,8 @@ def _score(work, share, q, weights, to, ring, queries, precise, HEADS: gl.conste
                 else:
                     sums = _sum_tiles(ring, stage, queries, of_heads, done, HEADS, MAXIMA)
                 entry += 2 * KEYS
-            _store_scores(Done(sums, entry, at, best_at, reach), MAXIMA)
+            scores = _add_lanes(sums, entry) if MIXED else _add_pairs(sums, entry)
+            _store(scores, at, best_at, entry, reach, MAXIMA)
         else:
             for tile in range(first, last):
                 stage = wait_for_use(ring.full, n)
@@ -916,14 +937,16 @@ class ScoreConfig:
     registers: int  # per thread at launch, half of what the scoring warps get
 
 
-def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
+def score_config(layout: str, b: int, heads: int, multiprocessors: int) -> ScoreConfig:
     """As many programs as registers hold: one converts and sums beside another's products.
 
     With 64 heads scoring threads need 136 registers, so a fourth program would spill: 13.6 in place of 10.6 us for 262,144 keys of index_fp8.
+    With fewer heads mxfp4 keys are used up so fast that rings of 4 stages gain: 22.7 in place of 23.5 us for 1,048,576 keys.
     """
     queries = min(4, triton.next_power_of_2(b))
     copies = 2 if queries > 1 else 3 if heads == 64 else 4
-    return ScoreConfig(copies * multiprocessors, queries, stages=2 if queries == 1 else 4, registers=256 // copies // 8 * 8)
+    stages = 4 if queries > 1 or (layout == "index_mxfp4" and heads < 64) else 2
+    return ScoreConfig(copies * multiprocessors, queries, stages, registers=256 // copies // 8 * 8)
 
 
 def _descriptors(pool: Tensor, key_words: int, entries_per_page: int) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -965,7 +988,7 @@ def index_score(
     if out.numel() == 0:
         return out
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
-    config = config or score_config(b, heads, multiprocessors(q.device, interpreted=2))
+    config = config or score_config(layout.name, b, heads, multiprocessors(q.device, interpreted=2))
     rows = n * -(-b // config.queries)
     keys, scales = _descriptors(pool, 32 if layout.name == "index_fp8" else 16, entries_per_page)
     _index_score_kernel_sm90[(config.programs,)](
@@ -1020,7 +1043,7 @@ def aot_cases() -> list[AotCase]:
                 "QUERIES": queries,
                 "MAXIMA": True,
                 "TILES": 1,
-                "STAGES": 2 if queries == 1 else 4,
+                "STAGES": score_config(layout, queries, heads, 132).stages,
             },
             num_warps=4,
             aligned=("q",),
