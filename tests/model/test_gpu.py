@@ -93,15 +93,16 @@ def test_kernels_stay_near_the_stored_logits(backend: str, name: str, length: in
     assert agree[backend] >= agree["reference"] - 0.03 * length
 
 
-@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize(("batch_invariant", "documents"), [(True, 1), (False, 1), (False, 4)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_kernels_together_as_alone(backend: str, batch_invariant: bool, recall: Documents) -> None:
+def test_kernels_together_as_alone(backend: str, batch_invariant: bool, documents: int, recall: Documents) -> None:
     """Prompts of many lengths, then decoded together: the same logits as where each is alone, every token in batch-invariant mode.
 
     Otherwise the size of a step decides which kernels compute it, and only decoding is near: each prompt has a step of its own there.
     """
-    ids = recall(2048)[0]["input_ids"].tolist()
-    prompts = [ids[i : i + n] for i, n in enumerate((20, 127, 128, 145, 300, 700, 1200, 2000))]
+    lengths = (20, 127, 128, 145, 300, 700, 1200, 2000)
+    texts = [document["input_ids"].tolist() for document in recall(2048)[:documents]]
+    prompts = [ids[i : i + n] for ids in texts for i, n in enumerate(lengths)]
     options = {"device": "cuda", "backend": backend, "kv_cache_bytes": CACHE_BYTES, "max_num_batched_tokens": 8192}
     options["batch_invariant"] = batch_invariant
     together = Side("tiny", prompts, **options)

@@ -420,6 +420,24 @@ def test_kernel_at_released_sizes(tokens, own, hidden):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [256, 4096, 5120, 7168])
+@pytest.mark.parametrize(
+    ("source", "rows", "own"),
+    [("embedding", 24, True), ("expand", 24, True), ("expand", 4, True), ("expand", 24, False), ("expand", 0, False)],
+)
+def test_a_token_has_the_same_bits_alone_and_among_eight(own, source, rows, hidden):
+    arguments, weights = make_site(8, hidden, own=own, source=source, rows=rows, seed=6, iterations=20)
+    state = kernel.HandoverState.allocate(8, hidden, "cuda")
+    together = run_kernel(arguments, weights, state)
+    for some in (*([i] for i in range(8)), [6, 1], [2, 7, 0], [5, 4, 3, 2, 1]):
+        part = {k: v[some].contiguous() if torch.is_tensor(v) and k != "norm_weight" else v for k, v in arguments.items()}
+        got = run_kernel(part, weights, state)
+        for name in ("streams", "x", "pre", "post", "comb"):
+            if getattr(together, name) is not None:
+                assert torch.equal(getattr(got, name), getattr(together, name)[some]), (some, name)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 64, 300])
 @pytest.mark.parametrize(
     ("source", "rows", "own"),

@@ -440,7 +440,8 @@ def test_launch_config_fills_the_chip(tokens, heads, keys, count):
         (64, 64, 512, 2, 64),
         (64, 128, 512, 1, 64),
         (1, 64, 8192, 65, 64),
-        (1, 4, 0, 4, 32),
+        (1, 4, 0, 2, 64),
+        (1, 8, 0, 4, 32),
     ],
 )
 def test_hopper_launch_config_takes_small_blocks_where_programs_are_few(tokens, heads, entries, count, block_keys):
@@ -450,11 +451,34 @@ def test_hopper_launch_config_takes_small_blocks_where_programs_are_few(tokens, 
     assert fixed.block_keys == 64 and fixed.splits == portable.launch_config(tokens, heads, (128, entries), 132, True).splits
 
 
-@pytest.mark.parametrize("entries", [0, 32, 128, 512])
-def test_hopper_sequences_of_few_heads_are_split_alike_alone_and_together(entries):
-    """Parts of few heads are small, so a batch of them is no reason for fewer splits: a block of keys stays a part."""
-    configs = {wgmma.launch_config(tokens, 4, (128, entries), 132) for tokens in (1, 2, 4, 6)}
+@pytest.mark.parametrize("entries", [0, 1, 64, 65, 128])
+def test_sequences_of_few_heads_are_split_alike_alone_and_together(entries):
+    """A block of keys is a part, however many sequences of however long lists a step has."""
+    splits = Splits(2 + -(-entries // 64), None)
+    for tokens in range(1, 65):
+        assert wgmma.launch_config(tokens, 4, (128, entries), 132) == wgmma.LaunchConfig(splits, 64)
+        assert portable.launch_config(tokens, 4, (128, entries), 132).splits == splits
+
+
+@pytest.mark.parametrize("entries", [32, 128, 512])
+def test_hopper_parts_of_few_heads_are_small(entries):
+    """So a batch of them is no reason for fewer splits: a block of keys stays a part."""
+    configs = {wgmma.launch_config(tokens, 8, (128, entries), 132) for tokens in (1, 2, 4, 6)}
     assert configs == {wgmma.LaunchConfig(Splits((128 + entries) // 32, None), 32)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", [portable, pytest.param(wgmma, marks=hopper)], ids=["triton", "gluon"])
+def test_few_heads_have_the_same_bits_alone_and_among_64(kernels):
+    lengths = [(i % 9 * 15, i * 37 % 126) for i in range(63)] + [(125, 125)]
+    case = make_case(("v4", "v4"), 4, lengths)
+    out, lse = run(case, kernels)
+    assert_close(out, lse, case)
+    for i, (_, entries) in enumerate(lengths):
+        one = case.permuted(torch.tensor([i], device=DEVICE))
+        slots = one.entries.slots[:, : max(1, entries)].contiguous()  # as wide as it alone needs
+        alone, alone_lse = run(replace(one, entries=one.entries._replace(slots=slots)), kernels)
+        assert torch.equal(alone[0], out[i]) and torch.equal(alone_lse[0], lse[i]), i
 
 
 def test_unsupported_arguments_are_named():

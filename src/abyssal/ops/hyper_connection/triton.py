@@ -63,10 +63,10 @@ class KernelWeights:
 
 
 # Whether a site collapses with its own pre (V4) or a given one (V4.1) -> up to so many tokens: one launch, block_tokens,
-# block_hidden, warps, stages, registers per thread.
-FEW = ((2, True, 1, 32, 2, 2, 255), (8, True, 8, 128, 4, 2, 255))
+# block_hidden, warps, stages, registers per thread. 1 to 8 tokens have one launch shape, so that a token's bits are the same alone.
+FEW = (8, True, 8, 128, 4, 2, 255)
 MANY = ((1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 32, 64, 4, 2, 168))
-LAUNCHES = {own_pre: (*FEW, (64, True, 16, 128, 4, 2, registers), *MANY) for own_pre, registers in ((True, 200), (False, 255))}
+LAUNCHES = {own_pre: (FEW, (64, True, 16, 128, 4, 2, registers), *MANY) for own_pre, registers in ((True, 200), (False, 255))}
 INVARIANT = (64, 32, 4, 3, 255)  # block_tokens, block_hidden, warps, stages, registers in batch-invariant mode
 INVARIANT_TOKENS = 512  # whose splits every number of tokens takes there: few steps, and few sums to read again
 
@@ -91,8 +91,9 @@ class LaunchConfig:
         return max(1, self.block_tokens // 8)
 
     def programs(self, tokens: int) -> int:
-        finishers = self.block_tokens // self.owned if self.one_launch else 0
-        return triton.cdiv(tokens, self.block_tokens) * (self.splits + finishers)
+        """At most, as sites without coefficients have no programs for them."""
+        finishers = triton.cdiv(tokens, self.owned) if self.one_launch else 0
+        return triton.cdiv(tokens, self.block_tokens) * self.splits + finishers
 
     def resident(self, num_sms: int) -> int:
         """Programs that run at the same time on `num_sms` multiprocessors of 65536 registers."""
@@ -108,13 +109,13 @@ def launch_config(tokens: int, hidden: int, num_sms: int, own_pre: bool, one_lau
     _check_hidden(hidden)
     for limit, single, block_tokens, block_hidden, num_warps, num_stages, registers in LAUNCHES[own_pre]:
         block_hidden = min(block_hidden, hidden & -hidden)
-        block_tokens = min(block_tokens, triton.next_power_of_2(tokens))
         if single and one_launch and tokens <= limit:
             splits = hidden // block_hidden
             config = LaunchConfig(block_tokens, block_hidden, splits, 1, num_warps, num_stages, registers, True)
             if config.programs(tokens) <= config.resident(num_sms):
                 return config
         if not single and tokens <= limit:
+            block_tokens = min(block_tokens, triton.next_power_of_2(tokens))
             return two_launches(tokens, hidden, num_sms, block_tokens, block_hidden, num_warps, num_stages, registers)
     raise AssertionError("the last row covers every token count")
 
@@ -256,7 +257,7 @@ def site(
     }
     if config.one_launch:
         site_constants = _site_constants(config, rows)
-        grid = triton.cdiv(tokens, config.block_tokens) * (config.splits + site_constants["FINISHERS"])
+        grid = triton.cdiv(tokens, config.block_tokens) * config.splits + (triton.cdiv(tokens, config.owned) if rows else 0)
         hyper_connection_site[(grid,)](
             source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, new_pre, new_post, new_comb, mean,
             state.partials, state.arrivals, tokens, rms_eps, eps,
@@ -643,14 +644,14 @@ def _read_counter(counter):
 
 
 @triton.jit
-def _arrive(counter, is_first, PROGRAMS: tl.constexpr):
-    """One of PROGRAMS arrivals, after all that this program has stored; returns the counter as it was.
+def _arrive(counter, is_first, programs):
+    """One of `programs` arrivals, after all that this program has stored; returns the counter as it was.
 
-    The first program adds 2^31 - (PROGRAMS - 1), every other 1: together they flip bit 31 and leave the rest as it was, so that
+    The first program adds 2^31 - (programs - 1), every other 1: together they flip bit 31 and leave the rest as it was, so that
     nobody resets the counter and launches with other splits can follow.
     """
     tl.debug_barrier()
-    return tl.atomic_add(counter, tl.where(is_first, 2147483647 - (PROGRAMS - 2), 1), sem="acq_rel", scope="gpu")
+    return tl.atomic_add(counter, tl.where(is_first, 2147483647 - (programs - 2), 1), sem="acq_rel", scope="gpu")
 
 
 @triton.jit
@@ -734,7 +735,8 @@ def hyper_connection_site(
     ITERATIONS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, FINISHERS: tl.constexpr,
     OWNED: tl.constexpr, CHUNK: tl.constexpr, CHUNK_OWNED: tl.constexpr,
 ):  # fmt: skip
-    """The whole site. Grid: token blocks x (SPLITS slices + FINISHERS of OWNED tokens' coefficients), a block's programs side by side.
+    """The whole site. Grid: token blocks x (SPLITS slices + FINISHERS of OWNED tokens' coefficients), a block's programs side by side;
+    the last block has finishers only for tokens that there are.
 
     Sinkhorn takes as long as all that a slice does after the hand-over: in programs of its own it runs beside that.
     """
@@ -743,11 +745,12 @@ def hyper_connection_site(
     group, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
     start = (group * BT).to(tl.int64)  # offsets within the block stay 32 bit
     left = tokens - group * BT
+    arriving = SPLITS + (tl.cdiv(tl.minimum(left, BT), OWNED) if FINISHERS > 0 else 0)
     partials += start * (SPLITS * ROW)
     if program < SPLITS:
         _slice(
             source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, mean, partials, arrivals + group,
-            start, left, program, rms_eps, eps, D, SOURCE, ROWS, OWN_PRE, MEAN, BT, BD, SPLITS, PROGRAMS, CHUNK,
+            start, left, program, arriving, rms_eps, eps, D, SOURCE, ROWS, OWN_PRE, MEAN, BT, BD, SPLITS, PROGRAMS > 1, CHUNK,
         )  # fmt: skip
     elif FINISHERS > 0:
         all_base, all_scale = _load_affine(base, scale, ROWS)
@@ -756,7 +759,7 @@ def hyper_connection_site(
             post_out += start * 4
             comb_out += start * 16
         first_owned, rows = (program - SPLITS) * OWNED, tl.minimum(left, BT)
-        _await(arrivals + group, _arrive(arrivals + group, False, PROGRAMS))
+        _await(arrivals + group, _arrive(arrivals + group, False, arriving))
         sums = _sum_gathered(_gather(partials, first_owned, rows, 0, OWNED, 32, BT, SPLITS, CHUNK_OWNED), 32)
         squares: tl.constexpr = 4 if OWN_PRE else 1
         _coefficients(
@@ -768,9 +771,9 @@ def hyper_connection_site(
 @triton.jit
 def _slice(
     source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, mean, partials, arrivals,
-    start, left, split, rms_eps, eps,
+    start, left, split, arriving, rms_eps, eps,
     D: tl.constexpr, SOURCE: tl.constexpr, ROWS: tl.constexpr, OWN_PRE: tl.constexpr, MEAN: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, CHUNK: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, WAIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Streams, partial sums and x of one slice of a token block."""
     local = tl.arange(0, BT)
@@ -810,13 +813,13 @@ def _slice(
         sums = tl.join(tl.sum(_add_squares(n, tl.zeros((BT, BD), tl.float32)), axis=1), tl.sum(f * f, axis=1))
     tl.store(row + 24 + tl.arange(0, 16 if OWN_PRE else 2)[None, :], sums, mask=mask)
     before = 0
-    if PROGRAMS > 1:
-        before = _arrive(arrivals, split == 0, PROGRAMS)
+    if WAIT:
+        before = _arrive(arrivals, split == 0, arriving)
     if SOURCE != "streams":  # after the arrival, which waits for all that was stored before it
         _store_each(streams + start * (4 * D) + at, n, D, mask)
     if MEAN:
         tl.store(mean + start * D + x_at, _mean(n), mask=mask)
-    if PROGRAMS > 1:
+    if WAIT:
         _await(arrivals, before)
     else:
         tl.debug_barrier()
@@ -962,7 +965,7 @@ def aot_cases() -> list[AotCase]:
     types |= {"arrivals": "*i32", "tokens": "i32", "rms_eps": "fp32", "eps": "fp32"}
     both, hopper = (HOPPER, BLACKWELL), (HOPPER,)
     sites = [("expand", 24, own, 5120, tokens, both) for own in (True, False) for tokens in (8, 512)]
-    sites += [("expand", 24, True, hidden, tokens, hopper) for hidden, tokens in ((5120, 1), (4096, 512), (7168, 8), (7168, 512))]
+    sites += [("expand", 24, True, hidden, tokens, hopper) for hidden, tokens in ((4096, 512), (7168, 8), (7168, 512))]
     sites += [("expand", 24, own, 5120, tokens, hopper) for own in (True, False) for tokens in (64, 4096)]
     forms = [("embedding", 24, True), ("embedding", 24, False), ("streams", 24, False), ("expand", 4, True), ("expand", 0, False)]
     sites += [(*form, 4096, tokens, hopper) for form in forms for tokens in (8, 300)]

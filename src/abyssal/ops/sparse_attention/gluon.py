@@ -28,7 +28,7 @@ from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops._gluon import allocate_barriers, plus
 from abyssal.ops._records import multiprocessors, zero_behind_loads
-from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys
+from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys, splits_alike
 from abyssal.ops.sparse_attention.triton import COMBINE_BLOCK, LOG2_E, fixed_splits
 
 BLOCK_HEADS = 64  # rows of one wgmma
@@ -66,6 +66,8 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     blocks = {keys: max(1, sum(-(-n // keys) for n in max_keys)) for keys in BLOCK_COST}
     if batch_invariant:
         return LaunchConfig(fixed_splits(blocks[BLOCK_KEYS]))
+    if splits_alike(tokens, heads, blocks[BLOCK_KEYS]):
+        return LaunchConfig(Splits(blocks[BLOCK_KEYS], None))
 
     def cost(config: LaunchConfig) -> float:
         count, keys = config.splits.count, config.block_keys

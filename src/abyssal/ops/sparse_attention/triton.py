@@ -13,7 +13,7 @@ from torch import Tensor
 from abyssal.kv import layouts
 from abyssal.ops._aot import AotCase
 from abyssal.ops._records import multiprocessors, next_power_of_2, wait_for_inputs
-from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys, traits
+from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys, splits_alike, traits
 
 LOG2_E = 1.4426950408889634
 FIXED_SPLIT_BLOCKS = 4  # in batch-invariant mode: 256 keys, so that 640 keys of one sequence still run on three SMs
@@ -54,6 +54,8 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     blocks = sum(-(-keys // BLOCK_KEYS) for keys in max_keys)
     if batch_invariant:
         splits = fixed_splits(blocks)
+    elif splits_alike(tokens, heads, blocks):
+        splits = Splits(blocks, None)
     else:
         splits = Splits(best_split(tokens * -(-heads // block_heads), blocks, sms), None)
     return LaunchConfig(block_heads, BLOCK_KEYS, splits, num_warps=8 if block_heads == 64 else 4, num_stages=2)
