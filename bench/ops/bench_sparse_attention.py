@@ -31,25 +31,37 @@ L2_BYTES = 60e6
 
 @dataclass(frozen=True)
 class Row:
+    """Queries, each of a window of 128 and `extra` more, anywhere in the pool.
+
+    As a chunk, queries are of one sequence from token 4,096 on: windows overlap, and entries are all that are visible at ratio 128,
+    32 to 47 in lists of `extra`, or `extra` of the 1,024 of ratio 4 that every query sees.
+    """
+
     tokens: int
     heads: int
     extra: int
+    chunk: bool = False
+
+    @property
+    def flops(self) -> float:
+        extra = 40 if self.chunk and self.extra < 64 else self.extra
+        return 4.0 * self.tokens * self.heads * (128 + extra) * 512
 
     @property
     def roof_us(self) -> float:
-        keys = 128 + self.extra
-        flops = 4.0 * self.tokens * self.heads * keys * 512
-        moved = self.tokens * (keys * 584.0 + self.heads * 512 * 4)
-        return max(flops / BF16_FLOPS, moved / COPY_BANDWIDTH) * 1e6
+        records = 0 if self.chunk else self.tokens * (128 + self.extra)
+        moved = records * 584.0 + self.tokens * self.heads * 512 * 4
+        return max(self.flops / BF16_FLOPS, moved / COPY_BANDWIDTH) * 1e6
 
     def tflops(self, us: float) -> float:
-        return 4.0 * self.tokens * self.heads * (128 + self.extra) * 512 / us / 1e6
+        return self.flops / us / 1e6
 
 
 DECODE = [Row(n, 64, 512) for n in (1, 4, 16, 64, 128, 256)]
 DECODE += [Row(n, 128, 512) for n in (1, 16, 64, 128, 256)]
 DECODE += [Row(n, 128, 1024) for n in (1, 16, 64)] + [Row(n, 64, 8192) for n in (1, 16, 64)]
-PREFILL = [Row(4096, 64, 512), Row(4096, 128, 1024)]
+PREFILL = [Row(4096, 64, 512), Row(4096, 128, 1024), Row(4096, 64, 32)]
+PREFILL += [Row(2048, 64, 48, chunk=True), Row(2048, 64, 512, chunk=True)]
 
 
 def pool(layout: str, pages: int) -> torch.Tensor:
@@ -66,6 +78,21 @@ def make_inputs(row: Row, pair: tuple[str, str], pools: dict[str, torch.Tensor],
         slots = torch.randint(len(pools[layout]) * PER_PAGE, (row.tokens, count), dtype=torch.int32, device="cuda")
         return KeyList(records, slots, torch.full((row.tokens,), count, dtype=torch.int32, device="cuda"))
 
+    def chunk_keys(layout: str, count: int) -> KeyList:
+        records = Records(pools[layout], layouts.get(layout), PER_PAGE)
+        tokens = torch.arange(row.tokens, dtype=torch.int32, device="cuda")
+        lengths = torch.full_like(tokens, count)
+        if count == 128:
+            slots = tokens[:, None] + torch.arange(count, dtype=torch.int32, device="cuda")
+        elif count < 64:
+            slots = torch.arange(count, dtype=torch.int32, device="cuda").expand(row.tokens, count)
+            lengths = 32 + tokens // 128
+        else:
+            slots = torch.rand(row.tokens, 1024, device="cuda").topk(count).indices.sort(dim=1).values.int()
+        return KeyList(records, slots.contiguous(), lengths)
+
+    if row.chunk:
+        keys = chunk_keys
     sink = torch.randn(row.heads, device="cuda")
     shape = (row.tokens, row.heads, 512)
     return [

@@ -1,4 +1,4 @@
-"""Prefill and captured decode steps of tiny-v4, for compute-sanitizer.
+"""Captured steps of tiny-v4, of prompts and of decoding, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck python -m bench.ops.sanitize_step
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m bench.ops.sanitize_step --launched
@@ -21,19 +21,21 @@ LENGTHS, STEPS = (1, 125, 253), 6
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launched", action="store_true", help="launch decode steps op by op")
+    parser.add_argument("--launched", action="store_true", help="launch steps op by op")
     args = parser.parse_args()
     params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
     options = {"kv_cache_bytes": 64 << 20, "max_num_seqs": 4, "max_num_batched_tokens": 512, "max_model_len": 1024}
     with LLM("tiny", device="cuda", enable_prefix_caching=False, **options) as llm:
-        decoder = llm.engine.runner.decoder
-        assert decoder is not None
+        runner = llm.engine.runner
+        decoder, pieces = runner.decoder, runner.pieces
+        assert decoder is not None and pieces is not None
         if args.launched:
+            runner.pieces = None
             with mock.patch.object(Decoder, "_captured", lambda *_: None):
                 answers = llm.generate([[5] * n for n in LENGTHS], params)
         else:
             answers = llm.generate([[5] * n for n in LENGTHS], params)
-        assert bool(decoder._graphs) != args.launched
+        assert bool(decoder._graphs) == bool(pieces._steps) != args.launched
         print([answer.outputs[0].token_ids for answer in answers])
 
 

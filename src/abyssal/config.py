@@ -188,7 +188,7 @@ class EngineConfig:
     max_model_len: int | None = option(None, "most tokens of a sequence; default: what model and cache allow", low=1)
     enable_prefix_caching: bool = option(True, "reuse the cache of common prompt prefixes")
     enable_cuda_graphs: bool | None = option(
-        None, "replay decode steps as CUDA graphs, a graph per shape; default: where the ops are kernels and tp is 1"
+        None, "replay steps as CUDA graphs, decode steps as one, others in pieces; default: where the ops are kernels and tp is 1"
     )
     batch_invariant: bool = option(
         False,

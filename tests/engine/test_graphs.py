@@ -132,6 +132,55 @@ def test_32_greedy_requests_under_graphs_give_the_tokens_of_each_alone_without(b
             assert answers(llm.engine, requests, {}) == alone, size
 
 
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_a_replayed_chunk_is_the_step(batch_invariant: bool, backend: str, recall: Documents) -> None:
+    """Bit for bit: chunks alone, beside single tokens and beside another prompt. Numbers of tokens to which some are added, if invariant."""
+    docs = [doc["input_ids"].tolist() for doc in recall(2048)]
+    long, other = docs[0] + docs[1] + docs[2], docs[3] + docs[4]
+    tokens = [long, other, other[:700], other[:2], other[:2000]]
+    steps = [[512, 0, 0, 0, 0]] * 5
+    steps += [[510, 0, 1, 1, 0], [300, 212, 0, 0, 0], [511, 0, 1, 0, 0], [0, 512, 0, 0, 0], [200, 200, 1, 0, 111]]
+    if batch_invariant:
+        steps += [[400, 0, 0, 0, 0], [0, 0, 20, 1, 0], [1, 1, 1, 0, 1], [445, 1, 0, 0, 1], [1, 1, 23, 0, 0], [0, 1, 0, 0, 300]]
+    steps += [[512, 0, 0, 0, 0]]
+    options = OPTIONS | {"backend": backend, "batch_invariant": batch_invariant, "max_num_batched_tokens": 512}
+    seen, sides = [], []
+    for replays in (True, False):
+        side = Side("tiny", tokens, max_num_seqs=8, **options)
+        sides.append(side)
+        pieces = side.runner.pieces
+        assert pieces is not None
+        if not replays:
+            side.runner.pieces = None
+        seen.append([side.step(counts) for counts in steps])
+        assert set(pieces._steps) == (set() if not replays else {512, 448, 32, 320} if batch_invariant else {512})
+    for number, (replayed, launched) in enumerate(zip(*seen, strict=True)):
+        assert replayed.keys() == launched.keys()
+        for key, logits in replayed.items():
+            assert logits.isfinite().all() and torch.equal(logits, launched[key]), (number, key)
+    for (bucket, pool), other_pool in zip(sides[0].cache.pools.items(), sides[1].cache.pools.values(), strict=True):
+        assert not pool.data[NO_PAGE].any() and torch.equal(pool.data, other_pool.data), bucket
+    for side in sides:
+        side.llm.close()
+
+
+@pytest.mark.parametrize("name", ["v4-flash", "v4.1-flash"])
+def test_replayed_chunks_of_every_kind_of_layer(name: str, backend: str, tmp_path: Path) -> None:
+    """In batch-invariant mode, twice, so that steps of every size are captured and replayed."""
+    folder = small_slice(name, tmp_path)
+    ids = torch.randint(0, 512, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
+    sizes = [512, 3, 400, 512, 61, 512, 500, 500]
+    options = {"device": "cuda", "dtype": "bfloat16", "backend": backend, "batch_invariant": True, "max_num_batched_tokens": 512}
+    got = []
+    for replays in (True, False):
+        engine = slice_engine(name, folder, **options)
+        assert engine.runner.pieces is not None
+        if not replays:
+            engine.runner.pieces = None
+        got += [engine.score(ids, sizes, list(range(len(ids)))) for _ in range(2)]
+    assert got[0].isfinite().all() and all(torch.equal(logits, got[0]) for logits in got[1:])
+
+
 def test_over_the_edge_of_a_shape(backend: str, recall: Documents) -> None:
     """Steps that fill the shape of 8192 tokens and go on in the next, beside a short sequence."""
     options = OPTIONS | {"backend": backend, "batch_invariant": True}

@@ -7,6 +7,7 @@ import torch
 
 from abyssal.config import EngineConfig
 from abyssal.engine.engine import Engine
+from abyssal.engine.pieces import padded
 from abyssal.engine.runner import ONE_THREAD_VALUES, cpu_threads
 
 
@@ -33,3 +34,8 @@ def test_threads_return_after_an_error():
             assert torch.get_num_threads() == 1
             raise ValueError
         assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 16), (17, 32), (129, 160), (447, 448), (513, 640), (1025, 1280), (1999, 2000)])
+def test_sizes_of_steps(count: int, size: int) -> None:
+    assert padded(count, 2000) == size

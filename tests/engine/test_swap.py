@@ -4,7 +4,7 @@ import pytest
 
 from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest
-from abyssal.engine.swap import SwapSpace
+from abyssal.engine.swap import SMOOTHING, SwapSpace
 from tests.engine.test_engine import alone, assert_drained, drain, engine, folder, greedy, prompt
 
 __all__ = ["folder"]
@@ -96,3 +96,14 @@ def test_steps_of_some_size_are_measured(folder):
     eng.add(EngineRequest("b", prompt(90, 1), greedy(3)))
     drain(eng)
     assert eng.swap._tokens_per_second is not None
+
+
+def test_steps_that_nobody_waits_for_are_measured_with_the_one_that_is(folder):
+    swap = engine(folder).swap
+    for _ in range(3):
+        swap.measure_step(100, 0.001, is_done=False)
+    assert swap._tokens_per_second is None
+    swap.measure_step(100, 0.997, is_done=True)
+    assert swap._tokens_per_second == pytest.approx(400)
+    swap.measure_step(100, 1.0, is_done=True)
+    assert swap._tokens_per_second == pytest.approx(400 + SMOOTHING * (100 - 400))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from abyssal.config import ALLOWED_KV, EngineConfig, ModelConfig
 from abyssal.kv import decode
-from abyssal.kv.batch import Batch, Chunk, CompressFacts, build_batch
-from abyssal.kv.decode import DecodeFacts, DecodeInputs, DecodeTables, staged
+from abyssal.kv.batch import Batch, Chunk, CompressFacts, build_batch, staged
+from abyssal.kv.decode import DecodeFacts, DecodeInputs, DecodeTables
 from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache
 from abyssal.kv.prefix import PrefixIndex
 from abyssal.kv.specs import ROLL_BACK, plan_caches

@@ -1,10 +1,11 @@
 """Pools and page tables: where records lie, and what sequences take and return."""
 
+import numpy as np
 import pytest
 import torch
 
 from abyssal.errors import ConfigError
-from abyssal.kv.pool import NO_PAGE, KVCache, PagePool
+from abyssal.kv.pool import NO_PAGE, KVCache, PagePool, PageTable, entry_slots, range_slots
 from abyssal.kv.prefix import PrefixIndex
 from abyssal.kv.specs import plan_caches
 from tests.support.small_model import small_config
@@ -111,3 +112,21 @@ def test_a_block_completed_after_a_roll_back_is_known_by_the_tokens_that_came_in
     cache.commit(seq, new, 512)
     assert cache.reuse(cache.new_sequence(), old) == 256
     assert cache.reuse(cache.new_sequence(), new) == 512
+
+
+@pytest.mark.parametrize("name", PLAN.specs)
+def test_slots_of_ranges_are_those_of_their_entries(name: str):
+    """Of tables that begin anywhere, with holes or without a page, at ranges inside of them and beyond."""
+    spec, rng = PLAN.specs[name], np.random.default_rng(0)
+    for _ in range(200):
+        tables, starts = [], []
+        for _ in range(rng.integers(1, 6)):
+            blocks = len(spec.blocks(1)) if spec.lifetime == "record" else rng.integers(0, 5)
+            pages = rng.integers(1, 100, (len(spec.layers), blocks), dtype=np.int32)
+            pages[:, rng.random(blocks) < 0.2] = NO_PAGE
+            tables.append(PageTable(pages, 0 if spec.lifetime == "record" else int(rng.integers(0, 3))))
+            starts.append(rng.integers(0, 4 * spec.entries_per_page + 2))
+        ends = np.array(starts) + rng.integers(0, 3 * spec.entries_per_page, len(starts)) * rng.integers(0, 2, len(starts))
+        each = [entry_slots(spec, t, np.arange(a, b)) for t, a, b in zip(tables, starts, ends, strict=True)]
+        got = range_slots(spec, tables, np.array(starts), ends)
+        assert got.dtype == np.int32 and np.array_equal(got, np.concatenate(each, axis=1))

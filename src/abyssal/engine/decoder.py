@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.batch import Chunk, engram_rows
-from abyssal.kv.decode import DecodeFacts, DecodeInputs, DecodeTables, staged
+from abyssal.kv.batch import Chunk, engram_rows, staged
+from abyssal.kv.decode import DecodeFacts, DecodeInputs, DecodeTables
 from abyssal.kv.pool import KVCache, SequenceCache
 from abyssal.model.model import Model
 from abyssal.ops.ngram_hash import NgramHash
@@ -68,7 +68,7 @@ class Decoder:
             self._table_rows = {layer: torch.zeros(shape, dtype=model.dtype, device=device) for layer in layers}
         self._logits = torch.zeros(max_num_seqs, config.vocab_size, device=device)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs: no two run at a time
+        self.memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs: no two run at a time
 
     def close(self) -> None:
         """Destroy the graphs."""
@@ -183,7 +183,7 @@ class Decoder:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may wait for streams of theirs meanwhile (`engine.link`).
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.memory, stream=stream, capture_error_mode="thread_local"):
             self._compute(count, capacity)
         self._graphs[count, capacity] = graph
         log.info("captured a decode step of %d sequences up to %d tokens in %.1f s", count, capacity, time.perf_counter() - begun)

@@ -498,7 +498,8 @@ class Engine:
         begun = time.perf_counter()
         logits = self._forward(scheduled, chunks, rows)
         sampled = self._sample(logits, wanted)
-        self.swap.measure_step(offset, time.perf_counter() - begun)
+        is_done = bool(rows) or self.config.device == "cpu"
+        self.swap.measure_step(offset, time.perf_counter() - begun, is_done)
         return [u for (seq, count), token in zip(scheduled, sampled, strict=True) if (u := self._commit(seq, count, token))]
 
     def _forward(self, scheduled: Scheduled, chunks: list[Chunk], rows: list[int]) -> Tensor:
@@ -528,7 +529,10 @@ class Engine:
         first_computed = seq.num_computed
         seq.num_computed += count
         self.cache.commit(seq.cache, seq.token_ids, seq.num_computed)
-        self.cache.release_unneeded(seq.cache, seq.num_computed)
+        if count == 1:
+            self.cache.release_passed([seq.cache], [seq.num_computed])
+        else:
+            self.cache.release_unneeded(seq.cache, seq.num_computed)
         self._prompt_tokens += max(0, min(seq.num_computed, len(seq.request.prompt_ids)) - first_computed)
         return None if token is None else self._take(seq, token)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from abyssal.engine.sequence import Sequence
-from abyssal.kv.decode import staged
+from abyssal.kv.batch import staged
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from abyssal.checkpoint.loader import LoadWeights, load_weights
 from abyssal.config import EngineConfig, ModelConfig
 from abyssal.engine.decoder import Decoder
+from abyssal.engine.pieces import Pieces
 from abyssal.engine.workspace import measure_workspace
 from abyssal.errors import ConfigError
 from abyssal.kv.batch import Chunk, build_batch
@@ -50,6 +51,8 @@ class Runner:
         """`config` is resolved: no option is "auto". `load` reads the weights; a benchmark makes them up."""
         self.model_config, self.config = model_config, config
         self.comm = comm
+        self.pieces: Pieces | None = None
+        self._launched: torch.cuda.Event | None = None  # the end of the last step that no graph holds
         local = comm.mesh.local(model_config)
         self.ngrams = _ngram_hash(model_config, tokenizer)
         self.device = torch.device(config.device)
@@ -80,6 +83,8 @@ class Runner:
             self.decoder = Decoder(
                 model_config, self.model, self.cache, self.ngrams, self.device, config.max_num_seqs, self.max_model_len
             )
+            if self._captures_pieces:
+                self.pieces = Pieces(self.model, self.cache, config.max_num_batched_tokens, self.decoder.memory)
 
     @property
     def capacity_tokens(self) -> int:
@@ -101,7 +106,37 @@ class Runner:
         self.comm.enter(tokens)
         batch = build_batch(self.model_config, cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists)
         with cpu_threads(1 if tokens * self.model_config.hidden_size <= ONE_THREAD_VALUES else torch.get_num_threads()):
-            return self.model(batch, cache, after_layer)
+            if self._is_captured(tokens) and self.pieces is not None:
+                assert cache is self.cache and after_layer is None, (
+                    "graphs read these caches, and have no place between two layers"
+                )
+                logits = self.pieces(batch)
+            else:
+                logits = self.model(batch, cache, after_layer)
+        if self.device.type == "cuda":
+            self._wait_for_step_before()
+        return logits
+
+    def _is_captured(self, tokens: int) -> bool:
+        """Whether a step of so many tokens can be replayed in pieces."""
+        if self.pieces is None or tokens > self.pieces.most_tokens:
+            return False
+        try:
+            self.pieces.capture(tokens)
+        except torch.OutOfMemoryError as error:
+            log.warning("no memory to capture steps of prompts, which are launched op by op from now on: %s", error)
+            self.pieces = None
+        return self.pieces is not None
+
+    def _wait_for_step_before(self) -> None:
+        """A step of which nobody asks for a result is launched while the one before runs, so that the device never waits for the host.
+
+        No more than one is queued: whatever comes next would have to wait for all of them.
+        """
+        before, self._launched = self._launched, torch.cuda.Event()
+        self._launched.record()
+        if before is not None:
+            before.synchronize()
 
     def idle(self, shape: Shape | None) -> None:
         """Compute this rank's experts in a step of others, in the shape that these agreed on."""
@@ -118,6 +153,17 @@ class Runner:
     def before(self, token_ids: list[int], start: int) -> list[int]:
         """What the n-gram hashes of a chunk need of the tokens in front of it."""
         return token_ids[max(0, start - self._history) : start]
+
+    def _capture_pieces(self, cache: KVCache) -> Pieces:
+        pieces = Pieces(self.model, cache, self.config.max_num_batched_tokens, torch.cuda.graph_pool_handle())
+        pieces.capture(pieces.most_tokens)
+        return pieces
+
+    @property
+    def _captures_pieces(self) -> bool:
+        """With several ranks in a step what they exchange depends on the tokens."""
+        mesh = self.comm.mesh
+        return bool(self.config.enable_cuda_graphs) and self.device.type == "cuda" and mesh.tp == mesh.ep == 1
 
     @property
     def _history(self) -> int:
@@ -137,8 +183,9 @@ class Runner:
         total = torch.cuda.mem_get_info(self.device)[1]
         try:
             step = measure_workspace(
-                self._compute, self.plan, self.device, sequences, config.max_num_batched_tokens, longest, self._history
-            )
+                self._compute, self.plan, self.device, sequences, config.max_num_batched_tokens, longest, self._history,
+                capture=self._capture_pieces if self._captures_pieces else None,
+            )  # fmt: skip
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs={config.max_num_seqs} at {longest} tokens "

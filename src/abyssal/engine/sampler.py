@@ -20,7 +20,7 @@ from torch import Tensor
 
 from abyssal.engine.request import SamplingParams, TokenLogprobs, ending_token_ids
 from abyssal.errors import RequestError
-from abyssal.kv.decode import staged
+from abyssal.kv.batch import staged
 from abyssal.ops.select_topk import select_topk
 
 LOGPROB_FLOOR = -9999.0  # stands for everything below, minus infinity too: JSON has no infinity

@@ -55,7 +55,12 @@ class Scheduler:
         """Sequences and token counts of the next step, single tokens first; their pages are allocated."""
         plan: dict[Sequence, int] = {}
         preempted = self.num_preemptions
+        single = [seq for seq in self.running if seq.num_remaining == 1][: self.budget.tokens]
+        if self.cache.allocate_next([seq.cache for seq in single], [seq.num_computed for seq in single]):
+            plan |= dict.fromkeys(single, 1)
         for seq in sorted(self.running, key=lambda s: s.num_remaining > 1):
+            if seq in plan:
+                continue
             count = self._fit(seq, plan) if seq in self.running else 0  # a sequence before it may have pushed it out
             if count and self._allocate_or_preempt(seq, count, plan):
                 plan[seq] = count

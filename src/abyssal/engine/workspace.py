@@ -20,25 +20,48 @@ Step = Callable[[list[Chunk], KVCache, list[int]], Tensor]
 
 
 def measure_workspace(
-    step: Step, plan: CachePlan, device: torch.device, max_num_seqs: int, max_tokens: int, longest: int, history: int
+    step: Step,
+    plan: CachePlan,
+    device: torch.device,
+    max_num_seqs: int,
+    max_tokens: int,
+    longest: int,
+    history: int,
+    *,
+    capture: Callable[[KVCache], object] | None,
 ) -> int:
     """Bytes on `device` (CUDA) that the largest steps take from PyTorch's allocator.
 
     Two steps count: `max_tokens` tokens, of which one sequence prefills as many as it can and all others decode; and one that
     only decodes, twice, since a CUDA graph holds memory of its own. All sequences are `longest` tokens long, and logits of every
-    token are wanted.
+    token are wanted. Where steps of prompts are captured, too, the graphs of the largest hold memory in which there is room for all others.
 
     Args:
         step: computes chunks -> logits of the given rows.
         history: tokens before a chunk that its n-gram hashes look back to.
+        capture: captures such a step on some caches -> what holds its memory; None: none is captured.
     """
     sequences = min(max_num_seqs, max_tokens)
+
     mixed, decode = (
         _taken(step, stand_in_cache(plan, device), device, counts, longest, history)
         for counts in (token_counts(sequences, max_tokens, longest), [1] * sequences)
     )
+    captured = 0 if capture is None else _held(capture, stand_in_cache(plan, device), device) + MORE_SEGMENTS
     torch.cuda.empty_cache()
-    return mixed + 2 * decode + MORE_SEGMENTS
+    return mixed + captured + 2 * decode + MORE_SEGMENTS
+
+
+def _held(capture: Callable[[KVCache], object], cache: KVCache, device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    graphs = capture(cache)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # of what compiling took
+    held = torch.cuda.memory_reserved(device) - before
+    del graphs
+    return held
 
 
 def _taken(step: Step, cache: KVCache, device: torch.device, counts: list[int], longest: int, history: int) -> int:

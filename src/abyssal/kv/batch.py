@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache, entry_slots
+from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache, entry_slots, range_slots
 from abyssal.kv.specs import ROLL_BACK, CacheSpec
 from abyssal.ops.ngram_hash import NgramHash
 from abyssal.ops.rope import rope_table
@@ -131,6 +131,15 @@ class StoreFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenFacts:
+    """What a layer needs to know of a step's tokens as long as it reads nothing of what their sequences hold."""
+
+    token_ids: Tensor  # [T] int64
+    rope: dict[str, Tensor]  # as of the batch
+    window: StoreFacts
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step. T tokens, S sequences."""
 
@@ -145,6 +154,10 @@ class Batch:
     tables: dict[str, Tensor]  # for `lists`: whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
     entries: dict[str, Tensor]  # for `groups`: whole-context kinds -> [layers, S, entries] int32 slots, -1 after the last
     engram_rows: Tensor | None  # [engram layers, T, columns] int64 on the CPU, rows of the n-gram tables; None: there are none
+
+    @property
+    def of_tokens(self) -> TokenFacts:
+        return TokenFacts(self.token_ids, self.rope, self.stores["window"])
 
     def entry_slots(self, spec: CacheSpec, layer: int, group: QueryGroup) -> Tensor:
         """Slots int32 [n, N] of the entries that a group's sequences have, N = the most that any of its queries sees.
@@ -180,9 +193,9 @@ def build_batch(
     whole = {n: s for n, s in cache.specs.items() if s.lifetime == "context"}
     tables = {n: _stack_tables(n, s, chunks, device) for n, s in whole.items()} if as_lists else {}
     return Batch(
-        token_ids=torch.tensor([t for c in chunks for t in c.token_ids], device=device),
+        token_ids=_tensor(_joined([np.array(c.token_ids, np.int64) for c in chunks]), device),
         positions=positions_t,
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        logit_rows=_tensor(np.array(logit_rows, np.int64), device),
         rope={"main": rope_table(positions_t, config.rope_main), "compress": rope},
         groups=[] if as_lists else _query_groups(cache.specs["window"], ratios, chunks, offsets, device),
         lists=_query_lists(config, cache, ratios, chunks, offsets, tables, device) if as_lists else None,
@@ -197,9 +210,15 @@ def build_batch(
     )
 
 
+def staged(array: np.ndarray, device: torch.device) -> Tensor:
+    """`array` in memory from which a copy to `device` waits for nothing that is queued there."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
     """Contiguous, which an array picked out of another need not be: kernels step over rows by their length."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    return staged(np.ascontiguousarray(array), device).to(device, non_blocking=True)
 
 
 def _joined(parts: list[np.ndarray], axis: int = 0) -> np.ndarray:
@@ -223,14 +242,24 @@ def stores_tokens(spec: CacheSpec) -> bool:
 
 def _store_facts(spec: CacheSpec, chunks: list[Chunk], offsets: np.ndarray, device: torch.device) -> StoreFacts:
     """Rows and slots of the tokens for which `spec` has pages; for a tail-only kind these are few of a long chunk."""
-    rows, slots = [], []
-    for chunk, offset in zip(chunks, offsets, strict=False):
-        first = max(chunk.start, spec.first_kept(chunk.end)) if spec.lifetime == "record" else chunk.start
-        where = entry_slots(spec, chunk.cache.tables[spec.name], np.arange(first, chunk.end))
-        (stored,) = (where[0] >= 0).nonzero()
-        rows.append(stored + (first - chunk.start + offset))
-        slots.append(where.take(stored, axis=1))
-    return StoreFacts(_tensor(_joined(rows), device), _tensor(_joined(slots, axis=1).astype(np.int64), device))
+    starts = np.array([c.start for c in chunks])
+    ends = starts + np.diff(offsets)
+    firsts = np.maximum(starts, [spec.first_kept(c.end) for c in chunks]) if spec.lifetime == "record" else starts
+    slots = _slots(spec, chunks, firsts, ends)
+    (stored,) = (slots[0] >= 0).nonzero()
+    rows = _ranges(offsets[:-1] + firsts - starts, offsets[1:])[stored]
+    return StoreFacts(_tensor(rows, device), _tensor(slots.take(stored, axis=1).astype(np.int64), device))
+
+
+def _slots(spec: CacheSpec, chunks: list[Chunk], starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """As `range_slots` of the sequences of `chunks`."""
+    return range_slots(spec, [c.cache.tables[spec.name] for c in chunks], starts, ends)
+
+
+def _ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """starts[0], starts[0] + 1, .. ends[0] - 1, starts[1], .."""
+    counts = ends - starts
+    return np.arange(counts.sum()) + (ends - np.cumsum(counts)).repeat(counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,26 +290,27 @@ def _compress_facts(
     with_sums = [f"{n}_sums" for n in kinds if f"{n}_sums" in cache.specs]
     groups = _summed_groups(chunks, ratio) if with_sums else _whole_groups(entries, ratio)
     num_entries = rope.shape[0]
-    sources, carried = _sources(groups, chunks, offsets)
+    sources, first_carried = _sources(groups, chunks, offsets)
+    starts = np.array([c.start for c in chunks])
+    ends, nothing = starts + np.diff(offsets), np.zeros_like(starts)
 
-    def slots(name: str, where: list[np.ndarray]) -> np.ndarray:
-        parts = [entry_slots(cache.specs[name], c.cache.tables[name], p) for c, p in zip(chunks, where, strict=True)]
-        return _joined(parts, axis=1)
+    def slots(name: str, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        return _slots(cache.specs[name], chunks, starts, ends)
 
-    sums = {n: slots(n, [np.zeros(1, np.int64)] * len(chunks))[:, groups.chunk] for n in with_sums}  # [layers, G]
+    sums = {n: slots(n, nothing, nothing + 1)[:, groups.chunk] for n in with_sums}  # [layers, G]
     return CompressFacts(
         phases=_tensor(positions % ratio, device),
         sources=_tensor(sources, device),
-        carried={f"{n}_state": _tensor(slots(f"{n}_state", carried), device) for n in with_state},
+        carried={f"{n}_state": _tensor(slots(f"{n}_state", first_carried, starts), device) for n in with_state},
         carried_sums={n: _tensor(np.where(groups.has_sums, s, -1), device) for n, s in sums.items()},
         sum_slots={n: _tensor(s[:, num_entries:].astype(np.int64), device) for n, s in sums.items()},
-        entry_slots={n: _tensor(slots(n, entries), device) for n in kinds},
+        entry_slots={n: _tensor(slots(n, starts // ratio, ends // ratio), device) for n in kinds},
         rope=rope,
     )
 
 
-def _sources(groups: _Groups, chunks: list[Chunk], offsets: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """`CompressFacts.sources`, and per chunk the positions whose rows of earlier steps come before those of the step."""
+def _sources(groups: _Groups, chunks: list[Chunk], offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`CompressFacts.sources`, and by chunk the first position whose row of an earlier step comes before those of the step."""
     starts = np.array([c.start for c in chunks])
     start, used = starts[groups.chunk, None], groups.tokens >= 0
     first = starts.copy()  # position of the first row of an earlier step, by chunk
@@ -290,7 +320,7 @@ def _sources(groups: _Groups, chunks: list[Chunk], offsets: np.ndarray) -> tuple
     from_state = (ends - starts)[groups.chunk, None] + groups.tokens
     from_step = ends[-1] + (offsets[:-1] - starts)[groups.chunk, None] + groups.tokens
     sources = np.where(used, np.where(groups.tokens < start, from_state, from_step), ends[-1] + offsets[-1])
-    return sources, [np.arange(a, b) for a, b in zip(first, starts, strict=True)]
+    return sources, first
 
 
 def _whole_groups(entries: list[np.ndarray], ratio: int) -> _Groups:
@@ -403,11 +433,8 @@ def _query_lists(
     window = cache.specs["window"]
     firsts = np.maximum(starts - (window.window - 1), 0)  # oldest token that a chunk's queries see
     ends = np.cumsum(starts + counts - firsts)
-    keys = [np.arange(first, c.end) for first, c in zip(firsts, chunks, strict=True)]
-    slots = np.concatenate(
-        [entry_slots(window, c.cache.tables[window.name], k) for c, k in zip(chunks, keys, strict=True)], axis=1
-    )
-    positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
+    slots = _slots(window, chunks, firsts, starts + counts)
+    positions = _ranges(starts, starts + counts)
     oldest = np.maximum(positions - (window.window - 1), 0)
     place = oldest + np.repeat(ends - starts - counts, counts)  # of the oldest key of a query in `slots`
     index = _tensor(place, device)[:, None] + torch.arange(window.window, device=device)

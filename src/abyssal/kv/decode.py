@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.batch import Batch, CompressFacts, QueryGroup, QueryLists, Span, StoreFacts, page_slots, stores_tokens
+from abyssal.kv.batch import (
+    Batch,
+    CompressFacts,
+    QueryGroup,
+    QueryLists,
+    Span,
+    StoreFacts,
+    page_slots,
+    staged,
+    stores_tokens,
+)
 from abyssal.kv.pool import ALL, NO_PAGE, PageTable, SequenceCache
 from abyssal.kv.specs import ROLL_BACK, CacheSpec
 from abyssal.ops.decode_facts import NO_FLOOR, Array, Compute, Plan, Table, Task, What
@@ -117,12 +127,6 @@ def _columns(spec: CacheSpec, max_tokens: int) -> int:
     if spec.lifetime == "window":
         return (spec.window + ROLL_BACK - 1) // spec.entries_per_page + 2
     return max(1, len(spec.blocks(max_tokens)))
-
-
-def staged(array: np.ndarray, device: torch.device) -> Tensor:
-    """`array` in memory from which a copy to `device` waits for nothing that is queued there."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 @dataclass(frozen=True, slots=True)

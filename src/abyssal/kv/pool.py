@@ -524,6 +524,31 @@ def entry_slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.nd
     return np.where(held, pages, np.int32(-1))
 
 
+def range_slots(spec: CacheSpec, tables: list[PageTable], starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """`entry_slots` of the entries starts[i] to ends[i] - 1 of each table in turn, as int32 [layers, n]; no start is negative."""
+    counts = ends - starts
+    table = np.arange(len(tables)).repeat(counts)
+    entries = np.arange(len(table)) + (ends - np.cumsum(counts))[table]
+    if spec.lifetime == "record":
+        entries %= spec.record_entries
+        starts, ends = np.zeros_like(starts), np.full_like(ends, spec.record_entries)
+    blocks, rows = np.divmod(entries, spec.entries_per_page)
+    first_blocks, end_blocks = (starts // spec.entries_per_page).tolist(), (-(-ends // spec.entries_per_page)).tolist()
+    parts = [np.full((len(spec.layers), 1), NO_PAGE, np.int32)]  # column 0 of all; then the columns of each table that are read
+    places, width = [(0, 0, 0)] * len(tables), 1  # first of these blocks, their end, what leads to their columns
+    for i in counts.nonzero()[0].tolist():
+        pages, first = tables[i].pages, tables[i].first_block
+        begin, end = max(first_blocks[i], first), min(end_blocks[i], first + pages.shape[1])
+        if begin < end:
+            places[i] = begin, end, width - begin
+            parts.append(pages[:, begin - first : end - first])
+            width += end - begin
+    begins, stops, shifts = np.array(places, np.int64).T
+    columns = np.where((blocks >= begins[table]) & (blocks < stops[table]), blocks + shifts[table], 0)
+    found = np.concatenate(parts, axis=1).take(columns, axis=1)
+    return np.where(found == NO_PAGE, np.int32(-1), found * spec.entries_per_page + rows.astype(np.int32))
+
+
 class RecordView:
     """Records of one cache kind inside its bucket's pool, addressed by slot = page * entries_per_page + row.
 

@@ -70,13 +70,20 @@ class Block:
 
     def __call__(self, residual: Residual, rows: Tensor | None, batch: Batch, cache: KVCache, selection: Selection) -> Residual:
         """One layer; `rows` is what `Engram.read` gave, None in layers without one."""
+        site = self.enter(residual, rows)
+        return self.leave(site, self.attention(site.x, batch, cache, selection), batch.token_ids)
+
+    def enter(self, residual: Residual, rows: Tensor | None) -> Site:
+        """The attention's input, up to which nothing depends on a token's sequence."""
         if self.engram is not None and rows is not None:
             streams = residual.expanded(self.ops, self.config.hc_mult)
             residual = Residual(self.engram(streams, rows), residual.pre)
-        site = self._enter(residual, self.hc_attn, self.attn_norm)
-        residual = Residual.after(site, self.attention(site.x, batch, cache, selection))
-        site = self._enter(residual, self.hc_ffn, self.ffn_norm)
-        return Residual.after(site, self.moe(site.x, batch.token_ids))
+        return self._enter(residual, self.hc_attn, self.attn_norm)
+
+    def leave(self, site: Site, out: Tensor, token_ids: Tensor) -> Residual:
+        """After the attention, which gave `out` [T, D] for what `enter` gave."""
+        site = self._enter(Residual.after(site, out), self.hc_ffn, self.ffn_norm)
+        return Residual.after(site, self.moe(site.x, token_ids))
 
     def _enter(self, residual: Residual, weights: Any, norm: Tensor) -> Site:
         """The own mix collapses the streams at once (V4), or at the site after this one (V4.1 spec 3.1)."""
@@ -138,14 +145,20 @@ class Model:
     @torch.inference_mode()
     def compute(self, batch: Batch, cache: KVCache, rows: dict[int, Tensor], after_layer: AfterLayer | None = None) -> Tensor:
         """As a call, with what `read_tables` gave. `after_layer` is called with each layer whose records are in the caches."""
-        embedded = self.comm.embed(batch.token_ids, self.embedding)
-        residual = Residual(embedded, self.first_pre.expand(len(embedded), -1).contiguous())
+        residual = self.embed(batch.token_ids)
         selection = self.ops.new_selection(batch)
         for layer, block in enumerate(self.blocks):
             residual = block(residual, rows.get(layer), batch, cache, selection)
             if after_layer is not None:
                 after_layer(layer)
-        last = residual.at(batch.logit_rows)
+        return self.logits(residual.at(batch.logit_rows))
+
+    def embed(self, token_ids: Tensor) -> Residual:
+        embedded = self.comm.embed(token_ids, self.embedding)
+        return Residual(embedded, self.first_pre.expand(len(embedded), -1).contiguous())
+
+    def logits(self, last: Residual) -> Tensor:
+        """fp32 [R, V] of R tokens behind the last layer."""
         y = enter(self.ops, self.config, last, self.hc_head, self.norm, own=self.hc_head is not None).x
         logits = self.ops.linear(y, self.head)[0]
         return self.comm.gather(logits)

@@ -262,7 +262,15 @@ class KernelOps:
         )  # fmt: skip
 
     def attend(
-        self, q: Tensor, plan: LayerPlan, batch: Batch, cache: KVCache, selection: Selection, sink: Tensor, scale: float
+        self,
+        q: Tensor,
+        plan: LayerPlan,
+        batch: Batch,
+        cache: KVCache,
+        selection: Selection,
+        sink: Tensor,
+        scale: float,
+        out: Tensor | None,
     ) -> Tensor:
         lists = _lists(batch)
         window = KeyList(_records(cache.views["window"]), lists.window_slots[plan.layer], lists.window_lengths)
@@ -276,7 +284,7 @@ class KernelOps:
                 if plan.ratio not in selection.lengths:
                     selection.lengths[plan.ratio] = visible.clamp(max=chosen.shape[1])
                 entries = KeyList(_records(view), chosen, selection.lengths[plan.ratio])
-        return self._attention(q, window, entries, sink, scale)[0]
+        return self._attention(q, window, entries, sink, scale, out=out)[0]
 
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> products.PreparedLinear:
         return products.prepare_linear(weights)

@@ -32,6 +32,11 @@ def early(programs: int, x: Tensor) -> dict[str, bool]:
     return {"EARLY": is_early, "launch_pdl": is_early}
 
 
+def next_power_of_2(n: int) -> int:
+    """The least one that is not below `n`. Triton's function takes 2 us outside of kernels, and so does its `cdiv`."""
+    return 1 << (n - 1).bit_length()
+
+
 @lru_cache(maxsize=32)
 def multiprocessors(device: torch.device, interpreted: int = 1) -> int:
     """Of a GPU; `interpreted` of a CPU, on which kernels run in the interpreter."""

@@ -135,11 +135,20 @@ class ReferenceOps:
                 )
 
     def attend(
-        self, q: Tensor, plan: LayerPlan, batch: Batch, cache: KVCache, selection: Selection, sink: Tensor, scale: float
+        self,
+        q: Tensor,
+        plan: LayerPlan,
+        batch: Batch,
+        cache: KVCache,
+        selection: Selection,
+        sink: Tensor,
+        scale: float,
+        out: Tensor | None,
     ) -> Tensor:
+        assert out is None, "only kernels write to memory that is given"
         chosen = selection.entries if plan.selection == "topk" else [None] * len(batch.groups)
         window, records = cache.views["window"], cache.views.get(f"c{plan.ratio}")
-        out = []
+        parts = []
         for group, indices in zip(batch.groups, chosen, strict=True):  # in the order of their tokens
             slots, hidden = group.window_slots[plan.layer], None if group.sees_all else group.window_hidden
             entries = entries_hidden = None
@@ -151,8 +160,8 @@ class ReferenceOps:
                 else:
                     entries = records.read(entry_slots)
             rows = q[group.rows].view(*group.shape, *q.shape[1:])
-            out.append(sparse_attention(rows, window.read(slots), hidden, entries, entries_hidden, sink, scale).flatten(0, 1))
-        return torch.cat(out) if len(out) > 1 else out[0]
+            parts.append(sparse_attention(rows, window.read(slots), hidden, entries, entries_hidden, sink, scale).flatten(0, 1))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> _Projections:
         sizes = [weight.shape[0] for weight in weights]

@@ -97,9 +97,17 @@ class Ops(Protocol):
         """Replace what `selection` holds by the choice of layer `plan`; `query` is called where a choice has to be made."""
 
     def attend(
-        self, q: Tensor, plan: LayerPlan, batch: Batch, cache: KVCache, selection: Selection, sink: Tensor, scale: float
+        self,
+        q: Tensor,
+        plan: LayerPlan,
+        batch: Batch,
+        cache: KVCache,
+        selection: Selection,
+        sink: Tensor,
+        scale: float,
+        out: Tensor | None,
     ) -> Tensor:
-        """q [T, H, D] over every query's window and entries -> [T, H, D]."""
+        """q [T, H, D] over every query's window and entries -> [T, H, D], in `out` if given."""
 
     def prepare_linear(self, *weights: LinearWeight | Tensor) -> Any:
         """Weights [N_i, K] of one input as `linear` takes them. A `Tensor` asks for fp32 mathematics."""

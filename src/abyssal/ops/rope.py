@@ -35,7 +35,12 @@ def rope_frequencies(rope: RopeConfig) -> Tensor:
 
 def rope_table(positions: Tensor, rope: RopeConfig) -> Tensor:
     """positions int [n] -> complex64 [n, dim / 2], cos + i sin of the fp32 products position * frequency."""
-    return torch.polar(_one(positions.device), torch.outer(positions.float(), rope_frequencies(rope).to(positions.device)))
+    return torch.polar(_one(positions.device), torch.outer(positions.float(), _frequencies_on(positions.device, rope)))
+
+
+@lru_cache(maxsize=16)
+def _frequencies_on(device: torch.device, rope: RopeConfig) -> Tensor:
+    return rope_frequencies(rope).to(device)
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import early, wait_for_inputs
+from abyssal.ops._records import early, next_power_of_2, wait_for_inputs
 
 WIDTH = 4096  # columns of a part
 
@@ -45,13 +45,13 @@ def argmax(logits: Tensor) -> Tensor:
     out = torch.empty(2, rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
-    parts = triton.cdiv(columns, WIDTH)
+    parts = -(-columns // WIDTH)
     best = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     argmax_parts_kernel[rows, parts](
         logits, logits.stride(0), best, ids, columns, WIDTH=WIDTH, num_warps=8, **early(rows * parts, logits)
     )
-    argmax_rows_kernel[(rows,)](best, ids, out, parts, PARTS=triton.next_power_of_2(parts), num_warps=1, **early(rows, logits))
+    argmax_rows_kernel[(rows,)](best, ids, out, parts, PARTS=next_power_of_2(parts), num_warps=1, **early(rows, logits))
     return out
 
 

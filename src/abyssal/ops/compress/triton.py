@@ -533,8 +533,8 @@ def compress(
         )  # fmt: skip
         return latent
     summing = sum_config or config_of_sums(groups, batch_invariant)
-    blocks = triton.cdiv(slots, summing.rows) if summing.one_by_one else 1
-    parts = 1 if summing.one_by_one else max(1, triton.cdiv(slots, summing.rows))
+    blocks = -(-slots // summing.rows) if summing.one_by_one else 1
+    parts = 1 if summing.one_by_one else max(1, -(-slots // summing.rows))
     partial = torch.empty(groups, parts, 3, dim, dtype=torch.float32, device=rows.device)
     if groups:
         sum_parts_kernel[(parts, groups)](

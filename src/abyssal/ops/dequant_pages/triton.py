@@ -67,7 +67,7 @@ def dequant_pages(
     if count == 0:
         return out
     config = config or dequant_config(count, layout.dim)
-    programs = triton.cdiv(count, config.entries_per_program)
+    programs = -(-count // config.entries_per_program)
     dequant_pages_kernel[(programs,)](
         pages, pages.stride(0), where, out, count, ENTRIES=entries_per_page, WHOLE_PAGES=whole_pages, layout=layout,
         ROWS=config.entries_per_program, num_warps=1, **early(programs, pages),

@@ -81,7 +81,7 @@ def table_rows(table: SharedTable, rows: Tensor, dtype: torch.dtype) -> Tensor:
     if count == 0:
         return out
     per_program = 1 if count <= FEW_ROWS else ROWS_PER_PROGRAM
-    table_rows_kernel[(triton.cdiv(count, per_program),)](
+    table_rows_kernel[(-(-count // per_program),)](
         table.codes, table.scales, rows, out, count, C=columns, ROWS=per_program, num_warps=1
     )
     return out

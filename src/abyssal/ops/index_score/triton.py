@@ -13,7 +13,7 @@ from torch import Tensor
 from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import multiprocessors
+from abyssal.ops._records import multiprocessors, next_power_of_2
 from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES, check
 
 
@@ -32,7 +32,7 @@ def score_config(layout: str, n: int, b: int, heads: int, multiprocessors: int, 
 
     Tiles of several queries may add up heads in another order than those of one, which is what `batch_invariant` keeps to.
     """
-    queries = 1 if batch_invariant else max(1, min(4, triton.next_power_of_2(b), 128 // heads))
+    queries = 1 if batch_invariant else max(1, min(4, next_power_of_2(b), 128 // heads))
     return ScoreConfig(programs=multiprocessors * (4 if queries == 1 else 2), queries=queries, warps=4, stages=8)
 
 
@@ -272,7 +272,7 @@ def index_score(
         HEADS=heads,
         DIM=dim,
         QUERIES=config.queries,
-        ROWS=triton.next_power_of_2(rows),
+        ROWS=next_power_of_2(rows),
         KEYS=KEYS_PER_TILE,
         TILES=entries_per_page // KEYS_PER_TILE,
         GROUP=GROUP,

@@ -36,6 +36,7 @@ from abyssal.ops._records import (
     e4m3_tiles,
     e4m3_values,
     early,
+    next_power_of_2,
     power_of_two,
     round_like,
     scale_tiles,
@@ -1056,7 +1057,7 @@ def route(
     programs = tokens, 1 + constants["DP"] // constants["WIDTH"]
     moe_route[programs](
         logits, logits.stride(0), experts.bias, experts.tid2eid, token_ids, x, chosen, weights, inputs, experts.scale,
-        experts.temperature, E=experts.num_experts, EP=triton.next_power_of_2(experts.num_experts), CHOICES=experts.k,
+        experts.temperature, E=experts.num_experts, EP=next_power_of_2(experts.num_experts), CHOICES=experts.k,
         **constants, num_warps=1, **early(math.prod(programs), x),
     )  # fmt: skip
     return Choice(chosen, weights, inputs)
@@ -1142,9 +1143,9 @@ def _blocks(choice: Choice, experts: int, first: int, block_tokens: int, arrival
     counters = torch.empty(count, arrivals, dtype=torch.int32, device=device)
     order = torch.empty(choices, dtype=torch.int32, device=device)
     plan = torch.empty(3, count, dtype=torch.int32, device=device)
-    span = min(4096, max(128, triton.next_power_of_2(choices)))
+    span = min(4096, max(128, next_power_of_2(choices)))
     moe_plan[(experts + 1,)](
-        choice.experts, order, plan, counters, choices, count, first, E=experts, EP=triton.next_power_of_2(experts),
+        choice.experts, order, plan, counters, choices, count, first, E=experts, EP=next_power_of_2(experts),
         BLOCK=block_tokens, SPAN=span, ARRIVALS=arrivals, EARLY=early, num_warps=4 if span <= 1024 else 8, launch_pdl=early,
     )  # fmt: skip
     return Blocks(plan, order, count), counters
@@ -1155,13 +1156,13 @@ def shared_expert(x: Tensor, experts: KernelExperts, batch_invariant: bool = Fal
     gate, up = linear(x, experts.shared_in, batch_invariant=batch_invariant)
     tokens, inner = gate.shape
     hidden: Tensor | QuantisedInput = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
-    tile, out, scales, width = None, hidden, None, min(1024, triton.next_power_of_2(inner))
+    tile, out, scales, width = None, hidden, None, min(1024, next_power_of_2(inner))
     if takes_codes(tokens, experts.shared_out, batch_invariant=batch_invariant):
         tile = experts.shared_out.groups[0].tile
         assert tile is not None
         hidden = QuantisedInput.empty(tokens, (inner,), tile, x.device)
         out, scales, width = hidden.codes.view(torch.uint8), hidden.scales, max(tile, width)
-    programs = tokens, triton.cdiv(inner, width)
+    programs = tokens, -(-inner // width)
     moe_swiglu[programs](
         gate, up, gate.stride(0), up.stride(0), out, scales, *scale_strides(scales), experts.limit, I=inner, WIDTH=width, TILE=tile,
         num_warps=4, **early(math.prod(programs), x),
@@ -1178,8 +1179,8 @@ def moe_total(routed: Routed, shared: Tensor | None, token_ids: Tensor | None, d
     tokens, k = routed.experts.shape
     dtype = torch.float32 if shared is None else torch.bfloat16
     out = torch.empty(tokens, dim, dtype=dtype, device=routed.outputs.device)
-    width = min(1024, triton.next_power_of_2(dim))
-    moe_sum[(tokens, triton.cdiv(dim, width))](
+    width = min(1024, next_power_of_2(dim))
+    moe_sum[(tokens, -(-dim // width))](
         routed.outputs, routed.experts, shared, token_ids, out, routed.first, E=routed.count, N=routed.outputs.shape[1], D=dim,
         CHOICES=k, WIDTH=width, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
@@ -1319,7 +1320,7 @@ def _product_cases(
 
 def _routing_cases(name: str, sizes: tuple[int, int, int, int | None], format: str) -> list[AotCase]:
     dim, inner, experts, tile = sizes
-    padded = triton.next_power_of_2(experts)
+    padded = next_power_of_2(experts)
     route = {
         "logits": "*fp32", "logits_stride": "i32", "bias": "*fp32", "tid2eid": "*i32", "token_ids": "*i64", "x": "*bf16",
         "experts": "*i32", "weights": "*fp32", "inputs": "*bf16", "scale": "fp32", "temperature": "fp32",

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import e4m3_tiles, early, round_like, store_like, to_fp32, wait_before_product
+from abyssal.ops._records import e4m3_tiles, early, next_power_of_2, round_like, store_like, to_fp32, wait_before_product
 from abyssal.ops.linear.triton import QuantisedInput, scale_strides, store_codes
 
 
@@ -63,7 +63,7 @@ def rms_norm(*pairs: tuple[Tensor, Tensor], eps: float, tile: int | None = None)
         rms_norm_kernel[len(pairs), rows](
             x, x.stride(0), x_weight, x_out, scales, *scale_strides(scales), columns,
             y, 0 if y is None else y.stride(0), y_weight, y_out, second, eps,
-            WX=triton.next_power_of_2(columns), WY=triton.next_power_of_2(second), TILE=tile,
+            WX=next_power_of_2(columns), WY=next_power_of_2(second), TILE=tile,
             num_warps=4, **early(len(pairs) * rows, x),
         )  # fmt: skip
     first = x_out if quantised is None else quantised

@@ -105,7 +105,7 @@ def _launch(
     if tokens == 0:
         return
     config = config or output_quant_config(tokens)
-    programs = triton.cdiv(tokens, config.tokens_per_program) * heads
+    programs = -(-tokens // config.tokens_per_program) * heads
     output_quant_kernel[(programs,)](
         out, out.stride(0), out.stride(1), torch.view_as_real(rope), result, scales, *scale_strides(scales), tokens,
         HEADS=heads, TOKENS=config.tokens_per_program, D=dim, ROPE=2 * rope.shape[1], quant=grid, CODES=scales is not None,

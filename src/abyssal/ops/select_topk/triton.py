@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.ops._aot import AotCase
+from abyssal.ops._records import next_power_of_2
 
 GROUP = 16  # entries per maximum, and maxima per maximum of the next level
 TOP_LEVEL = 16384  # values that one program searches at most at its first step; 4096 gives a third step and the same time
@@ -46,7 +47,7 @@ def select_config(rows: int, num_entries: int, k: int) -> SelectConfig:
     if levels > 1 and (rows <= SPREAD_ROWS or k > 512) and rows * -(-num_entries // long) <= SPREAD_PROGRAMS:
         chunk = short if k <= 512 and rows * -(-num_entries // short) <= 128 else long
         return SelectConfig(levels, warps=8 if k <= 512 else 16, chunk=chunk)
-    warps = triton.next_power_of_2(width) // 1024 if levels == 1 else triton.next_power_of_2(max(width, GROUP * k)) // 512
+    warps = next_power_of_2(width) // 1024 if levels == 1 else next_power_of_2(max(width, GROUP * k)) // 512
     return SelectConfig(levels, warps=min(32, max(4, warps)), chunk=0)
 
 
@@ -565,8 +566,8 @@ def select_topk(
         k,
         b,
         LEVELS=config.levels,
-        WIDTH=max(16, triton.next_power_of_2(width)),
-        K_BLOCK=triton.next_power_of_2(k),
+        WIDTH=max(16, next_power_of_2(width)),
+        K_BLOCK=next_power_of_2(k),
         GROUP=GROUP,
         BLOCK=num_entries // blocks.shape[2] if blocks is not None else 0,
         ENTRIES=entries_per_page if page_table is not None else 0,
@@ -656,17 +657,17 @@ def _launch_spread(
 
 def _spread_constants(num_entries: int, k: int, config: SelectConfig) -> dict[str, int]:
     span = GROUP ** (config.levels - 1)
-    values = triton.next_power_of_2(-(-num_entries // span))
+    values = next_power_of_2(-(-num_entries // span))
     width = max(16, min(4096, values))
     log_chunks = max(1, (-(-num_entries // config.chunk) - 1).bit_length())
     return {
         "SPAN": span,
         "CHUNK": config.chunk,
         "LOG_CHUNKS": log_chunks,
-        "PLACES": min(config.chunk, max(16, 4 * triton.next_power_of_2(k) >> log_chunks)),
+        "PLACES": min(config.chunk, max(16, 4 * next_power_of_2(k) >> log_chunks)),
         "WIDTH": width,
         "DEPTH": max(1, values // width),
-        "K_BLOCK": triton.next_power_of_2(k),
+        "K_BLOCK": next_power_of_2(k),
         "GROUP": GROUP,
     }
 
@@ -702,7 +703,7 @@ def aot_cases() -> list[AotCase]:
                 },
                 constants={
                     "LEVELS": config.levels,
-                    "WIDTH": triton.next_power_of_2(-(-num_entries // GROUP ** (config.levels - 1))),
+                    "WIDTH": next_power_of_2(-(-num_entries // GROUP ** (config.levels - 1))),
                     "K_BLOCK": k,
                     "GROUP": GROUP,
                     "BLOCK": 0,

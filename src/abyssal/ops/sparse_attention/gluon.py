@@ -15,10 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from abyssal.kv import layouts
@@ -135,9 +137,7 @@ def sparse_attention(
     tiles = tokens * splits.count * -(-heads // BLOCK_HEADS)
     programs = min(tiles, multiprocessors(q.device))
     attend_kernel[(programs,)](
-        q,
-        q.stride(0),
-        q.stride(1),
+        _queries(q),
         *_key_arguments(window),
         *_key_arguments(entries),
         no_record(q.device),
@@ -193,6 +193,12 @@ def no_record(device: torch.device) -> Tensor:
     return torch.zeros(max(layouts.get(name).data_bytes for pair in PAIRS for name in pair), dtype=torch.uint8, device=device)
 
 
+def _queries(q: Tensor) -> TensorDescriptor:
+    """Queries of 64 heads of a token, as the copy engine brings them: zeros for heads that do not exist."""
+    strides = [stride if count > 1 else HEAD_DIM for stride, count in zip(q.stride(), q.shape[:2], strict=False)]
+    return TensorDescriptor(q, list(q.shape), [*strides, 1], [1, BLOCK_HEADS, HEAD_DIM], QUERIES.value)
+
+
 def _bring_constants(window: Layout, entries: Layout, count: int) -> dict[str, int]:
     if window.grid is None:
         registers = BF16_REGISTERS
@@ -207,21 +213,17 @@ def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor
 
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 SHARED_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
-# Threads of one half of the output in bf16: 16 bytes each, of the rows that they have in `OUTPUT`.
-OUTPUT_ROWS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, HEAD_DIM // 2],
-    )
-)
+@gluon.constexpr_function
+def output_rows(columns):
+    """Threads of some columns of the output in 16 bits: 16 bytes each, of the rows that they have in `OUTPUT`."""
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, columns])
 
 
 class Work(NamedTuple):
@@ -234,12 +236,6 @@ class Work(NamedTuple):
     programs: Any  # an argument: of the register of that name the compiler would keep copies in memory
     count: Any
     split_blocks: Any
-
-
-class Queries(NamedTuple):
-    rows: Any
-    stride_t: Any
-    stride_h: Any
 
 
 class Keys(NamedTuple):
@@ -269,6 +265,16 @@ class Output(NamedTuple):
     stride_t: Any
     stride_h: Any
     of_rows: Any
+
+
+class Staged(NamedTuple):
+    """Of a program's next tile, where it has all keys: known before records of the last block of this one are widened."""
+
+    slots: Any  # int32 [2, BLOCK], of its first two blocks
+    numbers: Any  # int32 [3, 1], as the following indices tell
+
+
+WINDOW_LENGTH, ENTRY_LENGTH, BLOCKS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 class Barriers(NamedTuple):
@@ -308,8 +314,6 @@ def code_layout(words, num_warps, block, turned=False):
 @gluon.jit(do_not_specialize=["H", "window_width", "entry_width", "tiles", "programs", "count", "split_blocks"])
 def attend_kernel(
     q,
-    q_stride_t,
-    q_stride_h,
     window_pages,
     window_page_stride,
     window_slots,
@@ -350,29 +354,34 @@ def attend_kernel(
 ):
     """Tiles of 64 heads of one token over one split of its key blocks, as a program of `attend_kernel` in Triton has one.
 
-    Three roles run side by side: BRING_WARPS warps bring records to shared memory as bf16, four turn records into weights and add
-    weighted records to the left half of the output, four add to the right half and bring queries. Every role goes through the program's
-    tiles by itself, so that records of the next tile come while results of this one leave. Two blocks of keys and of weights are on their
-    way at a time. The halves of a block of keys lie in shared memory of their own, with barriers of their own: the scores of one are
-    summed while the other is still being widened.
+    Three roles run side by side: BRING_WARPS warps bring records to shared memory as bf16, four turn records into weights, add weighted
+    records to the left half of the output and have queries copied, four add to the right half. Every role goes through the program's
+    tiles by itself. Two blocks of keys and of weights are on their way at a time. The halves of a block of keys lie in shared memory of
+    their own, with barriers of their own: the scores of one are summed while the other is still being widened.
+
+    While results of a tile leave, 64 KB, loads of the multiprocessor wait behind them. So the next tile's queries are asked for as soon
+    as this one's last scores are there, and without splits the next tile's first records beside this one's last.
     """
-    q_smem = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [1, 64, D], QUERIES)
     left = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
     right = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
     bias = gl.allocate_shared_memory(gl.float32, [4, BLOCK], SHARED_ROW)
     factors = gl.allocate_shared_memory(gl.float32, [4, 64], SHARED_ROW)
+    staged = Staged(
+        gl.allocate_shared_memory(gl.int32, [2, BLOCK], SHARED_ROW), gl.allocate_shared_memory(gl.int32, [3, 1], SHARED_ROW)
+    )
     never = gl.allocate_shared_memory(gl.int32, [BLOCK], SHARED_ROW)  # zeros, see `nothing`
     never.store(gl.zeros([BLOCK], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
-    of_q = Barriers(allocate_barriers(1), allocate_barriers(1))
+    q_full = allocate_barriers(1)
     of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
     of_right = Barriers(allocate_barriers(2), allocate_barriers(2))
     of_end = Barriers(allocate_barriers(1), allocate_barriers(1))
+    of_staged = Barriers(allocate_barriers(1), allocate_barriers(1))
     p_full = allocate_barriers(2)
     fence_async_shared()
 
     work = Work(window_lengths, entry_lengths, H, tiles, programs, count, split_blocks)
-    queries = Queries(q, q_stride_t, q_stride_h)
     to = Output(out, out_stride_t, out_stride_h, lse)
     if PARTIAL:
         to = Output(partial_out, 0, D, partial_rows)
@@ -382,16 +391,16 @@ def attend_kernel(
         [
             (
                 weigh_and_add,
-                (work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, of_q, of_left, of_right, p_full, of_end,
+                (work, to, sink, scale_log2, q, q_smem, left, right, p_smem, bias, factors, q_full, of_left, of_right, p_full, of_end,
                  HEAD_BLOCKS, PARTIAL),
             ),
             (
                 add_right,
-                (work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS, PARTIAL),
+                (work, to, window, entries, right, p_smem, factors, staged, of_right, p_full, of_end, of_staged, HEAD_BLOCKS, PARTIAL),
             ),
             (
                 bring_records,
-                (work, window, entries, zeros, left, right, bias, never, of_left, of_right, WINDOW, ENTRIES, WINDOW_PER_PAGE,
+                (work, window, entries, zeros, left, right, bias, never, staged, of_left, of_right, of_staged, WINDOW, ENTRIES, WINDOW_PER_PAGE,
                  ENTRIES_PER_PAGE, HEAD_BLOCKS, PARTIAL),
             ),
         ],
@@ -436,27 +445,31 @@ def blocks_of_tile(tile, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, P
 
 @gluon.jit
 def weigh_and_add(
-    work, to, sink, scale_log2, q_smem, left, right, p_smem, bias, factors, of_q, of_left, of_right, p_full, of_end,
+    work, to, sink, scale_log2, q, q_smem, left, right, p_smem, bias, factors, q_full, of_left, of_right, p_full, of_end,
     HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output."""
+    """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output; queries."""
     BLOCK: gl.constexpr = left.shape[1]
     ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(BLOCK))
+    queries = q_smem._reinterpret(gl.bfloat16, [64, q_smem.shape[2]], SHARED)
     n = 0  # blocks of earlier tiles
     gdc_wait()  # every role: launched while the kernel before may still run
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
+    copy_queries(gl.program_id(0), q, q_smem, q_full, work, HEAD_BLOCKS, PARTIAL)
     blocks = blocks_of_tile(gl.program_id(0), work, BLOCK, HEAD_BLOCKS, PARTIAL)
     for tile in range(gl.program_id(0), work.tiles, work.programs):
         token, split, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
         total = of_threads(gl.zeros([64, BLOCK], gl.float32, score_layout(BLOCK)), plus)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        mbarrier.wait(of_q.full.index(0), tile // work.programs & 1)
+        mbarrier.wait(q_full.index(0), tile // work.programs & 1)
         if blocks > 0:
             mbarrier.wait(of_left.full.index(n & 1), n >> 1 & 1)
-            scores = multiply_left(q_smem, left.index(n & 1), masked(bias, n))
+            scores = multiply_left(queries, left.index(n & 1), masked(bias, n))
             mbarrier.wait(of_right.full.index(n & 1), n >> 1 & 1)
-            scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(n & 1), scores)])
+            scores = warpgroup_mma_wait(0, deps=[multiply_right(queries, right.index(n & 1), scores)])
+            if blocks == 1:
+                next_queries(tile, q, q_smem, q_full, work, HEAD_BLOCKS, PARTIAL)
             scores, acc, top, total = soften(scores, n, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
             end = n + blocks
             for block in range(n + 1, end):
@@ -464,20 +477,21 @@ def weigh_and_add(
                 phase = block >> 1 & 1
                 acc = warpgroup_mma(p_smem.index(1 - half), left.index(1 - half), acc, is_async=True)
                 mbarrier.wait(of_left.full.index(half), phase)
-                scores = multiply_left(q_smem, left.index(half), scores)
+                scores = multiply_left(queries, left.index(half), scores)
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 mbarrier.arrive(of_left.empty.index(1 - half))
                 mbarrier.wait(of_right.full.index(half), phase)
-                scores = warpgroup_mma_wait(0, deps=[multiply_right(q_smem, right.index(half), scores)])
+                scores = warpgroup_mma_wait(0, deps=[multiply_right(queries, right.index(half), scores)])
+                if block == end - 1:
+                    next_queries(tile, q, q_smem, q_full, work, HEAD_BLOCKS, PARTIAL)
                 scores, acc, top, total = soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
             n = end
-            mbarrier.arrive(of_q.empty.index(0))
             last = warpgroup_mma(p_smem.index((n - 1) & 1), left.index((n - 1) & 1), acc, is_async=True)
             factor, next_blocks = at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
             acc = warpgroup_mma_wait(0, deps=[last])
             mbarrier.arrive(of_left.empty.index((n - 1) & 1))
         else:
-            mbarrier.arrive(of_q.empty.index(0))
+            next_queries(tile, q, q_smem, q_full, work, HEAD_BLOCKS, PARTIAL)
             factor, next_blocks = at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
         if PARTIAL:
             store_part(0, acc, to, part_of(token, split, work), first_head, work.heads)
@@ -599,16 +613,24 @@ def larger(a, b):
 
 @gluon.jit
 def add_right(
-    work, to, queries, q_smem, right, p_smem, factors, of_q, of_right, p_full, of_end, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr
+    work, to, window, entries, right, p_smem, factors, staged, of_right, p_full, of_end, of_staged, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr
 ):  # fmt: skip
-    """Add weights times records to the right half of the output; bring queries, those of the next tile during a tile's last product."""
+    """Add weights times records to the right half of the output; without splits leave the next tile's first slots for who brings them."""
     n = 0  # blocks of earlier tiles
     parity = 0
     gdc_wait()
-    copy_queries(gl.program_id(0), queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
+    BLOCK: gl.constexpr = right.shape[1]
+    if not PARTIAL:
+        put_number(staged, BLOCKS, blocks_of_tile(gl.program_id(0), work, BLOCK, HEAD_BLOCKS, PARTIAL))
     for tile in range(gl.program_id(0), work.tiles, work.programs):
-        BLOCK: gl.constexpr = right.shape[1]
-        blocks = blocks_of_tile(tile, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+        if PARTIAL:
+            blocks = blocks_of_tile(tile, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+        else:
+            mbarrier.arrive(of_end.empty.index(0))
+            blocks = number(staged, BLOCKS)  # of this tile, kept there as through the loop it would take a register too many
+            mbarrier.wait(of_staged.empty.index(0), parity ^ 1)
+            stage(tile + work.programs, window, entries, work, staged, BLOCK, HEAD_BLOCKS)
+            mbarrier.arrive(of_staged.full.index(0))
         acc = warpgroup_mma_init(gl.zeros([64, HALF], gl.float32, OUTPUT))
         # Not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant.
         for block in range(blocks):
@@ -622,11 +644,6 @@ def add_right(
             sums = sums * gl.expand_dims(factors.index(half).load(gl.SliceLayout(1, OUTPUT)), 1)
             acc = warpgroup_mma(p_smem.index(half), right.index(half), sums, is_async=True)
         n += blocks
-        if not PARTIAL:
-            mbarrier.arrive(of_end.empty.index(0))
-        mbarrier.wait(of_q.empty.index(0), parity)
-        if tile + work.programs < work.tiles:
-            copy_queries(tile + work.programs, queries, q_smem, of_q.full, work, HEAD_BLOCKS, PARTIAL)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(of_right.empty.index((n - 1) & 1), pred=blocks > 0)
         token, split, first_head = place(here(tile), work, HEAD_BLOCKS, PARTIAL)
@@ -640,14 +657,21 @@ def add_right(
 
 @gluon.jit
 def store_half(SIDE: gl.constexpr, acc, factor, to, token, first_head, heads):
-    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 of bf16."""
+    """Write one half of the output in whole sectors: four threads of a row have 32 bytes in fp32, and exchange values for 64 of bf16.
+
+    One half of that after the other: the exchange of all columns at once would take registers that the roles do not have.
+    """
     TYPE: gl.constexpr = to.rows.dtype.element_ty
     gl.assume(to.stride_t >= 0)  # or the compiler would keep their signs
     gl.assume(to.stride_h >= 0)
-    ROWS: gl.constexpr = OUTPUT_ROWS if TYPE.primitive_bitwidth == 16 else OUTPUT
-    out_row = to.rows + token.to(gl.int64) * to.stride_t + first_head.to(gl.int64) * to.stride_h
-    values = gl.convert_layout((acc * gl.expand_dims(factor, 1)).to(TYPE), ROWS)
-    store_rows(values, out_row + SIDE * HALF, to.stride_h, heads - first_head)
+    out_row = to.rows + token.to(gl.int64) * to.stride_t + first_head.to(gl.int64) * to.stride_h + SIDE * HALF
+    quarters = gl.split(gl.reshape(acc, [64, 2, HALF // 2]).permute((0, 2, 1)))
+    LAYOUT: gl.constexpr = quarters[0].type.layout
+    ROWS: gl.constexpr = output_rows(HALF // 2) if TYPE.primitive_bitwidth == 16 else LAYOUT
+    factor = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT), assert_trivial=True), 1)
+    for i in gl.static_range(2):
+        values = gl.convert_layout((quarters[i] * factor).to(TYPE), ROWS)
+        store_rows(values, out_row + i * (HALF // 2), to.stride_h, heads - first_head)
 
 
 @gluon.jit
@@ -661,7 +685,7 @@ def store_part(SIDE: gl.constexpr, acc, to, part, first_head, heads):
     gl.store(to.of_rows + (first_row + rows) * 4 + (2 + SIDE), largest, mask=rows < heads - first_head)
     values = (acc * gl.expand_dims(1.0 / largest, 1)).to(gl.float16)
     values = gl.reshape(gl.reshape(values, [64, 8, 4, 4, 2]).permute((0, 1, 3, 2, 4)), [64, HALF])
-    values = gl.convert_layout(values, OUTPUT_ROWS, assert_trivial=True)
+    values = gl.convert_layout(values, output_rows(HALF), assert_trivial=True)
     store_rows(values, to.rows + first_row * to.stride_h + SIDE * HALF, to.stride_h, heads - first_head)
 
 
@@ -669,81 +693,167 @@ def store_part(SIDE: gl.constexpr, acc, to, part, first_head, heads):
 def store_rows(values, out, stride, count):
     LAYOUT: gl.constexpr = values.type.layout
     rows = here(gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)))
-    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    columns = gl.expand_dims(gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
     gl.store(gl.expand_dims(out + rows * stride, 1) + columns, values, mask=gl.expand_dims(rows < count, 1))
 
 
 @gluon.jit
-def copy_queries(tile, queries, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+def next_queries(tile, q, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    """Begin to copy the next tile's queries, as soon as scores of this one need theirs no more."""
+    if tile + work.programs < work.tiles:
+        copy_queries(here(tile) + work.programs, q, q_smem, q_full, work, HEAD_BLOCKS, PARTIAL)
+
+
+@gluon.jit
+def copy_queries(tile, q, q_smem, q_full, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
     """Begin to copy a tile's queries to shared memory."""
     token, _, first_head = place(tile, work, HEAD_BLOCKS, PARTIAL)
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, COPY))
-    gl.assume(queries.stride_t >= 0)
-    gl.assume(queries.stride_h >= 0)
-    q_row = queries.rows + token.to(gl.int64) * queries.stride_t + first_head.to(gl.int64) * queries.stride_h
-    for first in gl.static_range(0, 64, 8):
-        rows = here(gl.arange(first, first + 8, layout=gl.SliceLayout(1, COPY)))
-        pointers = gl.expand_dims(q_row + rows.to(gl.int64) * queries.stride_h, 1) + gl.expand_dims(columns, 0)
-        mask = gl.expand_dims(rows < work.heads - first_head, 1)
-        for side in gl.static_range(2):
-            to = q_smem.slice(first, 8).slice(side * HALF, HALF, dim=1)
-            async_copy.async_copy_global_to_shared(to, pointers + side * HALF, mask=mask)
-    async_copy.mbarrier_arrive(q_full.index(0))
-    mbarrier.arrive(q_full.index(0))
+    mbarrier.expect(q_full.index(0), q_smem.shape[1] * q_smem.shape[2] * 2)
+    tma.async_copy_global_to_shared(q, [token, first_head, 0], q_full.index(0), q_smem)
 
 
 @gluon.jit
 def bring_records(
-    work, window, entries, zeros, left, right, bias, never, of_left, of_right,
+    work, window, entries, zeros, left, right, bias, never, staged, of_left, of_right, of_staged,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, WINDOW_PER_PAGE: gl.constexpr, ENTRIES_PER_PAGE: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """Bring the records of both lists as bf16, block by block, to shared memory."""
     BLOCK: gl.constexpr = left.shape[1]
+    FORMATS: gl.constexpr = formats_of(WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+    pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros)
     n = 0  # blocks of earlier tiles
+    if not PARTIAL:
+        lists, blocks, first_slots, slots = begin_tile(gl.program_id(0), window, entries, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+        if WINDOW.grid is not None:
+            ahead = begin_blocks(n, lists[4] > 0, first_slots, slots, pools, bias, never, WINDOW, FORMATS)
     for tile in range(gl.program_id(0), work.tiles, work.programs):
-        token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
-        rows = window.slots + wide_product(token, window.stride), entries.slots + wide_product(token, entries.stride)
-        # Most lists are full: their slots need not wait for the lengths.
-        lists, blocks = lists_of_split(rows, here(window.width), here(entries.width), split, work, BLOCK, PARTIAL)
-        first_pointers, first_mask = slot_pointers(0, lists, BLOCK)
-        pointers, mask = slot_pointers(1, lists, BLOCK)
-        if tile < work.programs:
-            gdc_wait()  # now that addresses are known, which the compiler would compute after a wait without a condition
-        first_slots = gl.load(first_pointers, mask=first_mask, other=-1)
-        slots = gl.load(pointers, mask=mask, other=-1)
-        window_length = gl.load(work.window_lengths + token)
-        entry_length = gl.load(work.entry_lengths + token)
-        if (window_length < window.width) | (entry_length < entries.width):
-            lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, PARTIAL)
-            first_slots = block_slots(0, lists, BLOCK)
-            slots = block_slots(1, lists, BLOCK)
-        pools = (window.pages, window.page_stride, entries.pages, entries.page_stride, zeros, lists[4])
-        FORMATS: gl.constexpr = formats_of(WINDOW, ENTRIES, WINDOW_PER_PAGE, ENTRIES_PER_PAGE)
+        if PARTIAL:  # programs with splits have one tile each, or few
+            lists, blocks, first_slots, slots = begin_tile(tile, window, entries, work, BLOCK, HEAD_BLOCKS, PARTIAL)
+        following = (tile, work, staged, of_staged)
         if WINDOW.grid is None:
             copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, of_left, of_right, FORMATS)
         elif WINDOW.name == ENTRIES.name:
-            ahead = begin_blocks(n, first_slots, slots, pools, bias, never, WINDOW, FORMATS)
-            for block in range(blocks):
+            if PARTIAL:
+                ahead = begin_blocks(n, lists[4] > 0, first_slots, slots, pools, bias, never, WINDOW, FORMATS)
+            more = 0 if PARTIAL else gl.where(here(tile) + work.programs < work.tiles, 1, 0)
+            for block in range(blocks - more):
                 ahead = bring_block(
-                    block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW, FORMATS
+                    block, n, ahead, lists, (), pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW, FORMATS
                 )
+            if not PARTIAL and here(tile) + work.programs < work.tiles:
+                if blocks > 0:
+                    ahead = bring_block(blocks - 1, n, ahead, lists, following, pools, left, right, bias, never, of_left, of_right, WINDOW,
+                                        WINDOW, FORMATS)  # fmt: skip
+                else:
+                    ahead = begin_staged(n, following, pools, bias, never, FORMATS)
         else:
             of_window = gl.minimum(gl.maximum(lists[4], 0), blocks)
             if of_window > 0:
-                ahead = begin_blocks(n, first_slots, slots, pools, bias, never, WINDOW, FORMATS)
+                if PARTIAL:
+                    ahead = begin_blocks(n, True, first_slots, slots, pools, bias, never, WINDOW, FORMATS)
                 for block in range(of_window - 1):
-                    ahead = bring_block(block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW,
+                    ahead = bring_block(block, n, ahead, lists, (), pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW,
                                         FORMATS)  # fmt: skip
-                next_ahead = bring_block(of_window - 1, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, WINDOW,
+                next_ahead = bring_block(of_window - 1, n, ahead, lists, (), pools, left, right, bias, never, of_left, of_right, WINDOW,
                                          ENTRIES, FORMATS)  # fmt: skip
             else:
-                next_ahead = begin_blocks(n, first_slots, slots, pools, bias, never, ENTRIES, FORMATS)
-            for block in range(of_window, blocks):
-                next_ahead = bring_block(block, n, next_ahead, lists, pools, left, right, bias, never, of_left, of_right, ENTRIES,
+                if not PARTIAL:
+                    first_slots, slots = block_slots(0, lists, BLOCK), block_slots(1, lists, BLOCK)
+                next_ahead = begin_blocks(n, False, first_slots, slots, pools, bias, never, ENTRIES, FORMATS)
+            for block in range(of_window, blocks if PARTIAL else blocks - 1):
+                next_ahead = bring_block(block, n, next_ahead, lists, (), pools, left, right, bias, never, of_left, of_right, ENTRIES,
                                          ENTRIES, FORMATS)  # fmt: skip
+            if not PARTIAL:
+                if of_window < blocks:
+                    ahead = bring_block(blocks - 1, n, next_ahead, lists, following, pools, left, right, bias, never, of_left, of_right,
+                                        ENTRIES, WINDOW, FORMATS)  # fmt: skip
+                else:
+                    ahead = begin_staged(n + blocks, following, pools, bias, never, FORMATS)
         n += blocks
+        if not PARTIAL:
+            wait_for_staged(following)
+            lengths = number(staged, WINDOW_LENGTH), number(staged, ENTRY_LENGTH)
+            rows, _, split = rows_of_tile(here(tile) + work.programs, window, entries, work, HEAD_BLOCKS, PARTIAL)
+            lists, blocks = lists_of_split(rows, lengths[0], lengths[1], split, work, BLOCK, PARTIAL)
+            if WINDOW.grid is None:
+                first_slots, slots = staged_slots(staged, 0), staged_slots(staged, 1)
+            mbarrier.arrive(of_staged.empty.index(0))
+
+
+@gluon.jit
+def rows_of_tile(tile, window, entries, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    """Slots of both lists of a tile's token, that token, and the tile's split."""
+    token, split, _ = place(tile, work, HEAD_BLOCKS, PARTIAL)
+    return (window.slots + wide_product(token, window.stride), entries.slots + wide_product(token, entries.stride)), token, split
+
+
+@gluon.jit
+def begin_tile(tile, window, entries, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
+    """A tile's lists as `lists_of_split` has them, its blocks, and slots of the first two."""
+    rows, token, split = rows_of_tile(tile, window, entries, work, HEAD_BLOCKS, PARTIAL)
+    # Most lists are full: their slots need not wait for the lengths.
+    lists, blocks = lists_of_split(rows, here(window.width), here(entries.width), split, work, BLOCK, PARTIAL)
+    first_pointers, first_mask = slot_pointers(0, lists, BLOCK)
+    pointers, mask = slot_pointers(1, lists, BLOCK)
+    if tile < work.programs:
+        gdc_wait()  # now that addresses are known, which the compiler would compute after a wait without a condition
+    first_slots = gl.load(first_pointers, mask=first_mask, other=-1)
+    slots = gl.load(pointers, mask=mask, other=-1)
+    window_length = gl.load(work.window_lengths + token)
+    entry_length = gl.load(work.entry_lengths + token)
+    if (window_length < window.width) | (entry_length < entries.width):
+        lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, PARTIAL)
+        first_slots = block_slots(0, lists, BLOCK)
+        slots = block_slots(1, lists, BLOCK)
+    return lists, blocks, first_slots, slots
+
+
+@gluon.jit
+def stage(tile, window, entries, work, staged, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr):
+    """Leave what bringing a tile's records begins with, for the role that does; none beyond the last tile."""
+    rows, token, split = rows_of_tile(tile, window, entries, work, HEAD_BLOCKS, False)
+    exists = tile < work.tiles
+    window_length = gl.load(work.window_lengths + token, mask=exists, other=0)
+    entry_length = gl.load(work.entry_lengths + token, mask=exists, other=0)
+    lists, blocks = lists_of_split(rows, window_length, entry_length, split, work, BLOCK, False)
+    for i in gl.static_range(2):
+        staged.slots.index(i).store(block_slots(i, lists, BLOCK))
+    put_number(staged, WINDOW_LENGTH, window_length)
+    put_number(staged, ENTRY_LENGTH, entry_length)
+    put_number(staged, BLOCKS, blocks)
+
+
+@gluon.jit
+def wait_for_staged(following):
+    tile, work, _, of_staged = following
+    mbarrier.wait(of_staged.full.index(0), here(tile) // work.programs & 1)
+
+
+@gluon.jit
+def staged_slots(staged, BLOCK: gl.constexpr):
+    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, code_layout(4, gl.num_warps(), staged.slots.shape[1])))
+    return staged.slots.index(BLOCK).load(KEYS)
+
+
+@gluon.jit
+def number(staged, WHICH: gl.constexpr):
+    return gl.max(staged.numbers.index(WHICH).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
+
+
+@gluon.jit
+def put_number(staged, WHICH: gl.constexpr, value):
+    staged.numbers.index(WHICH).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+
+
+@gluon.jit
+def begin_staged(n, following, pools, bias, never, FORMATS: gl.constexpr):
+    """As `begin_blocks`, of the next tile, where there was no block of this one to begin it beside."""
+    WINDOW: gl.constexpr = FORMATS.window
+    wait_for_staged(following)
+    staged = following[2]
+    in_window = number(staged, WINDOW_LENGTH) > 0
+    return begin_blocks(n, in_window, staged_slots(staged, 0), staged_slots(staged, 1), pools, bias, never, WINDOW, FORMATS)
 
 
 @gluon.jit
@@ -762,7 +872,7 @@ def copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, 
     """Bring a tile's blocks of records that are bf16 already, n blocks after those of the program's first."""
     BLOCK: gl.constexpr = left.shape[1]
     LAYOUT: gl.constexpr = FORMATS.window
-    where = locate(0, n, first_slots, pools, bias, LAYOUT, FORMATS)
+    where = locate(n, first_slots, lists[4] > 0, pools, bias, LAYOUT, FORMATS)
     for block in range(blocks):
         half = (n + block) & 1
         phase = (n + block) >> 1 & 1 ^ 1
@@ -772,21 +882,23 @@ def copy_blocks(n, blocks, first_slots, slots, lists, pools, left, right, bias, 
         mbarrier.wait(of_right.empty.index(half), phase)
         copy_half(1, where, right.index(half))
         async_copy.mbarrier_arrive(of_right.full.index(half))
-        where = locate(block + 1, n, slots, pools, bias, LAYOUT, FORMATS)
+        where = locate(n + block + 1, slots, block + 1 < lists[4], pools, bias, LAYOUT, FORMATS)
         slots = block_slots(block + 2, lists, BLOCK)
         mbarrier.arrive(of_left.full.index(half))
         mbarrier.arrive(of_right.full.index(half))
 
 
 @gluon.jit
-def begin_blocks(n, first_slots, slots, pools, bias, never, LAYOUT: gl.constexpr, FORMATS: gl.constexpr):
+def begin_blocks(n, in_window, first_slots, slots, pools, bias, never, LAYOUT: gl.constexpr, FORMATS: gl.constexpr):
     """Load codes and scales of both halves of a tile's first block. Returns those and the slots of the block after.
 
     The compiler gives all loads one scoreboard, so whoever waits for one waits for all that were issued. So later on the loads of a half
     are issued when those of the other have come: their addresses depend on it through `never`, zeros that the compiler does not know.
     Slots depend on these, or the loop over blocks would wait for them at its head, each time.
     """
-    where = locate(0, n, first_slots, pools, bias, LAYOUT, FORMATS)
+    if LAYOUT.name != FORMATS.entries.name:
+        first_slots = gl.where(in_window, first_slots, -1)  # a tile without a window begins with entries
+    where = locate(n, first_slots, in_window, pools, bias, LAYOUT, FORMATS)
     left_codes, left_scales = load_half(0, where, slots * 0, LAYOUT)
     right_codes, right_scales = load_half(1, where, slots * 0, LAYOUT)
     came = gl.max(left_codes[0], axis=2)
@@ -800,10 +912,12 @@ def begin_blocks(n, first_slots, slots, pools, bias, never, LAYOUT: gl.constexpr
 
 @gluon.jit
 def bring_block(
-    block, n, ahead, lists, pools, left, right, bias, never, of_left, of_right, LAYOUT: gl.constexpr, NEXT: gl.constexpr,
-    FORMATS: gl.constexpr,
+    block, n, ahead, lists, following, pools, left, right, bias, never, of_left, of_right, LAYOUT: gl.constexpr,
+    NEXT: gl.constexpr, FORMATS: gl.constexpr,
 ):  # fmt: skip
     """Widen a block's codes, n blocks after those of the program's first. Returns the same of the next block, in layout NEXT.
+
+    The next block is the next tile's first where something is `following`, and of that layout where the tile has one of it.
 
     Codes of one half of a block are on their way while those of the other are widened, and slots a block ahead of them.
     """
@@ -813,9 +927,20 @@ def bring_block(
     mbarrier.wait(of_left.empty.index(half), phase)
     convert_half(0, left_codes, left_scales, left.index(half), LAYOUT)
     mbarrier.arrive(of_left.full.index(half))
-    where = locate(block + 1, n, slots, pools, bias, NEXT, FORMATS)
+    if len(following) == 0:
+        in_window = block + 1 < lists[4]
+    else:
+        wait_for_staged(following)
+        slots = staged_slots(following[2], 0)
+        in_window = number(following[2], WINDOW_LENGTH) > 0
+        if LAYOUT.name != NEXT.name:
+            slots = gl.where(in_window, slots, -1)
+    where = locate(n + block + 1, slots, in_window, pools, bias, NEXT, FORMATS)
     left_codes, left_scales = load_half(0, where, nothing(right_scales[0], never), NEXT)
-    slots = block_slots(block + 2, lists, left.shape[1])
+    if len(following) == 0:
+        slots = block_slots(block + 2, lists, left.shape[1])
+    else:
+        slots = staged_slots(following[2], 1)
     mbarrier.wait(of_right.empty.index(half), phase)
     convert_half(1, right_codes, right_scales, right.index(half), LAYOUT)
     mbarrier.arrive(of_right.full.index(half))
@@ -846,18 +971,16 @@ def slot_pointers(block, lists, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def locate(block, n, slots, pools, bias, LAYOUT: gl.constexpr, FORMATS: gl.constexpr):
+def locate(n, slots, in_window, pools, bias, LAYOUT: gl.constexpr, FORMATS: gl.constexpr):
     """Where records lie, and how far from there their scales.
 
     What to add to scores is written on the way: four blocks have a place for it, as that of a block is read last when the block
     after next comes to shared memory.
     """
-    bias.index((n + block) & 3).store(gl.where(slots >= 0, 0.0, float("-inf")))
-    window_pages, window_page_stride, entry_pages, entry_page_stride, zeros, window_blocks = pools
+    bias.index(n & 3).store(gl.where(slots >= 0, 0.0, float("-inf")))
+    window_pages, window_page_stride, entry_pages, entry_page_stride, zeros = pools
     slot = gl.maximum(slots, 0)
-    if FORMATS.window.name == FORMATS.entries.name:
-        in_window = block < window_blocks
-    else:
+    if FORMATS.window.name != FORMATS.entries.name:
         in_window = LAYOUT.name == FORMATS.window.name
     PER_PAGE: gl.constexpr = FORMATS.window_per_page
     if PER_PAGE == FORMATS.entries_per_page:
@@ -1147,13 +1270,14 @@ def convert_e2m1(codes, scale):
 
 def aot_cases() -> list[AotCase]:
     """Every pair of layouts, with splits and without, and blocks of 32 keys."""
-    pointers = dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("window_pages", "entry_pages", "zeros"), "*u8")
+    pointers = {"out": "*bf16"} | dict.fromkeys(("window_pages", "entry_pages", "zeros"), "*u8")
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
     pointers |= dict.fromkeys(("sink", "lse", "partial_rows"), "*fp32") | {"partial_out": "*fp16"}
-    numbers = ("q_stride_t", "q_stride_h", "window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
+    numbers = ("window_page_stride", "window_slots_stride", "entry_page_stride", "entry_slots_stride")
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
     numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "programs", "count", "split_blocks")
     signature = pointers | dict.fromkeys(numbers, "i32") | {"scale_log2": "fp32"}
+    signature["q"] = f"tensordesc<bf16{[1, BLOCK_HEADS, HEAD_DIM]},{QUERIES.value!r}>"
 
     def attend(pair: tuple[str, str], count: int, keys: int = BLOCK_KEYS) -> AotCase:
         window, entries = layouts.get(pair[0]), layouts.get(pair[1])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from abyssal.kv import layouts
 from abyssal.ops._aot import AotCase
-from abyssal.ops._records import multiprocessors, wait_for_inputs
+from abyssal.ops._records import multiprocessors, next_power_of_2, wait_for_inputs
 from abyssal.ops.sparse_attention.arguments import HEAD_DIM, PAIRS, KeyList, Splits, check, empty_keys, splits_alike, traits
 
 LOG2_E = 1.4426950408889634
@@ -50,7 +50,7 @@ def launch_config(tokens: int, heads: int, max_keys: tuple[int, int], sms: int, 
     Programs hold one SM each (queries and keys fill its shared memory), so the number of splits is the one with the least
     waves x blocks per program. In batch-invariant mode a split is a fixed number of blocks whatever else is in the batch.
     """
-    block_heads = min(64, max(16, triton.next_power_of_2(heads)))
+    block_heads = min(64, max(16, next_power_of_2(heads)))
     blocks = sum(-(-keys // BLOCK_KEYS) for keys in max_keys)
     if batch_invariant:
         splits = fixed_splits(blocks)
@@ -161,7 +161,7 @@ def new_partial(q: Tensor, count: int) -> Partial:
 def combine(partial: Partial, splits: Splits, sink: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge the parts of every query and add the sink; with splits of a fixed size the order does not depend on their number."""
     tokens, count, heads, dim = partial.out.shape
-    block = COMBINE_BLOCK if splits.blocks else min(COMBINE_BLOCK, triton.next_power_of_2(count))
+    block = COMBINE_BLOCK if splits.blocks else min(COMBINE_BLOCK, next_power_of_2(count))
     combine_kernel[(tokens * heads,)](
         partial.out, partial.lse, partial.scale, sink, out, out.stride(0), out.stride(1), lse,
         H=heads, D=dim, count=count, BLOCK=block, EARLY=out.is_cuda, num_warps=max(1, block // 4), launch_pdl=out.is_cuda,
