@@ -62,10 +62,8 @@ class Decoder:
         self._inputs[1] = self.tables.empty_row
         self._hash = ngrams.to(device) if ngrams is not None and model.reads_tables else None
         self._table_rows: dict[int, Tensor] = {}  # as `Model.read_tables` gives them, where the host reads them
-        if config.engram is not None and self._hash is None:
-            shape = max_num_seqs, config.engram.columns * config.engram.head_dim
-            layers = [plan.layer for plan in config.layers if plan.engram is not None]
-            self._table_rows = {layer: torch.zeros(shape, dtype=model.dtype, device=device) for layer in layers}
+        if self._hash is None:
+            self._table_rows = model.empty_table_rows(max_num_seqs)
         self._logits = torch.zeros(max_num_seqs, config.vocab_size, device=device)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self.memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs: no two run at a time

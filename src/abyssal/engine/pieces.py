@@ -73,11 +73,7 @@ class Pieces:
             {n: torch.zeros(most_tokens, r.dim // 2, dtype=torch.complex64, device=device) for n, r in ropes.items()},
             StoreFacts(torch.arange(most_tokens, device=device), torch.full((config.num_layers, most_tokens), -1, device=device)),
         )
-        self._table_rows: dict[int, Tensor] = {}
-        if config.engram is not None:
-            width = config.engram.columns * config.engram.head_dim
-            layers = [plan.layer for plan in config.layers if plan.engram is not None]
-            self._table_rows = {layer: torch.zeros(most_tokens, width, dtype=model.dtype, device=device) for layer in layers}
+        self._table_rows = model.empty_table_rows(most_tokens)
         self._out = torch.zeros(most_tokens, config.num_heads, config.head_dim, dtype=model.dtype, device=device)
 
     @torch.inference_mode()

@@ -106,27 +106,28 @@ class Runner:
         self.comm.enter(tokens)
         batch = build_batch(self.model_config, cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists)
         with cpu_threads(1 if tokens * self.model_config.hidden_size <= ONE_THREAD_VALUES else torch.get_num_threads()):
-            if self._is_captured(tokens) and self.pieces is not None:
+            pieces = self._pieces_of(tokens)
+            if pieces is None:
+                logits = self.model(batch, cache, after_layer)
+            else:
                 assert cache is self.cache and after_layer is None, (
                     "graphs read these caches, and have no place between two layers"
                 )
-                logits = self.pieces(batch)
-            else:
-                logits = self.model(batch, cache, after_layer)
+                logits = pieces(batch)
         if self.device.type == "cuda":
             self._wait_for_step_before()
         return logits
 
-    def _is_captured(self, tokens: int) -> bool:
-        """Whether a step of so many tokens can be replayed in pieces."""
+    def _pieces_of(self, tokens: int) -> Pieces | None:
+        """What replays a step of so many tokens, captured by now; None: it is launched op by op."""
         if self.pieces is None or tokens > self.pieces.most_tokens:
-            return False
+            return None
         try:
             self.pieces.capture(tokens)
         except torch.OutOfMemoryError as error:
             log.warning("no memory to capture steps of prompts, which are launched op by op from now on: %s", error)
             self.pieces = None
-        return self.pieces is not None
+        return self.pieces
 
     def _wait_for_step_before(self) -> None:
         """A step of which nobody asks for a result is launched while the one before runs, so that the device never waits for the host.

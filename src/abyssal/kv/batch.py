@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache, entry_slots, range_slots
+from abyssal.kv.pool import NO_PAGE, KVCache, SequenceCache, entry_slots, range_slots, ranges
 from abyssal.kv.specs import ROLL_BACK, CacheSpec
 from abyssal.ops.ngram_hash import NgramHash
 from abyssal.ops.rope import rope_table
@@ -247,19 +247,13 @@ def _store_facts(spec: CacheSpec, chunks: list[Chunk], offsets: np.ndarray, devi
     firsts = np.maximum(starts, [spec.first_kept(c.end) for c in chunks]) if spec.lifetime == "record" else starts
     slots = _slots(spec, chunks, firsts, ends)
     (stored,) = (slots[0] >= 0).nonzero()
-    rows = _ranges(offsets[:-1] + firsts - starts, offsets[1:])[stored]
+    rows = ranges(offsets[:-1] + firsts - starts, offsets[1:])[stored]
     return StoreFacts(_tensor(rows, device), _tensor(slots.take(stored, axis=1).astype(np.int64), device))
 
 
 def _slots(spec: CacheSpec, chunks: list[Chunk], starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """As `range_slots` of the sequences of `chunks`."""
     return range_slots(spec, [c.cache.tables[spec.name] for c in chunks], starts, ends)
-
-
-def _ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """starts[0], starts[0] + 1, .. ends[0] - 1, starts[1], .."""
-    counts = ends - starts
-    return np.arange(counts.sum()) + (ends - np.cumsum(counts)).repeat(counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +428,7 @@ def _query_lists(
     firsts = np.maximum(starts - (window.window - 1), 0)  # oldest token that a chunk's queries see
     ends = np.cumsum(starts + counts - firsts)
     slots = _slots(window, chunks, firsts, starts + counts)
-    positions = _ranges(starts, starts + counts)
+    positions = ranges(starts, starts + counts)
     oldest = np.maximum(positions - (window.window - 1), 0)
     place = oldest + np.repeat(ends - starts - counts, counts)  # of the oldest key of a query in `slots`
     index = _tensor(place, device)[:, None] + torch.arange(window.window, device=device)

@@ -524,11 +524,17 @@ def entry_slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.nd
     return np.where(held, pages, np.int32(-1))
 
 
+def ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """starts[0], starts[0] + 1, .. ends[0] - 1, starts[1], .."""
+    counts = ends - starts
+    return np.arange(counts.sum()) + (ends - np.cumsum(counts)).repeat(counts)
+
+
 def range_slots(spec: CacheSpec, tables: list[PageTable], starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """`entry_slots` of the entries starts[i] to ends[i] - 1 of each table in turn, as int32 [layers, n]; no start is negative."""
     counts = ends - starts
     table = np.arange(len(tables)).repeat(counts)
-    entries = np.arange(len(table)) + (ends - np.cumsum(counts))[table]
+    entries = ranges(starts, ends)
     if spec.lifetime == "record":
         entries %= spec.record_entries
         starts, ends = np.zeros_like(starts), np.full_like(ends, spec.record_entries)

@@ -60,9 +60,8 @@ class Prefill:
     sampled: int | None  # chunks that were measured, the total being interpolated; None: all of them
     seconds: float
     first_seconds: float  # the same when it is done for the first time: kernels are compiled for new lengths
-    chunk_ms: list[
-        float
-    ]  # of those measured, in their order; if they are all, until the host goes on, which is a chunk ahead on a GPU
+    # Of those measured, in their order; if they are all, until the host goes on, which is a chunk ahead on a GPU
+    chunk_ms: list[float]
     peak_bytes: int | None  # of memory on a GPU while it ran, weights and caches included
     breakdown_ms: dict[str, float]  # of the middle chunk, by op
     kernels_ms: dict[str, float]  # and on a GPU by kernel

@@ -142,6 +142,13 @@ class Model:
         assert engram_rows is not None, "the step was built without the n-gram hash"
         return {i: engram.read(engram_rows, self.embedding.device) for i, engram in self._engrams.items()}
 
+    def empty_table_rows(self, count: int) -> dict[int, Tensor]:
+        """Room for what `read_tables` gives for `count` tokens, zeros."""
+        engram, device = self.config.engram, self.embedding.device
+        if engram is None:
+            return {}
+        return {i: torch.zeros(count, engram.columns * engram.head_dim, dtype=self.dtype, device=device) for i in self._engrams}
+
     @torch.inference_mode()
     def compute(self, batch: Batch, cache: KVCache, rows: dict[int, Tensor], after_layer: AfterLayer | None = None) -> Tensor:
         """As a call, with what `read_tables` gave. `after_layer` is called with each layer whose records are in the caches."""

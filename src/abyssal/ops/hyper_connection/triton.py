@@ -90,9 +90,9 @@ class LaunchConfig:
         """Tokens whose coefficients a program of the one launch computes: few, as one token's partial sums are many."""
         return max(1, self.block_tokens // 8)
 
-    def programs(self, tokens: int) -> int:
-        """At most, as sites without coefficients have no programs for them."""
-        finishers = triton.cdiv(tokens, self.owned) if self.one_launch else 0
+    def programs(self, tokens: int, coefficients: bool = True) -> int:
+        """Of a site with or without `coefficients`."""
+        finishers = triton.cdiv(tokens, self.owned) if self.one_launch and coefficients else 0
         return triton.cdiv(tokens, self.block_tokens) * self.splits + finishers
 
     def resident(self, num_sms: int) -> int:
@@ -257,8 +257,7 @@ def site(
     }
     if config.one_launch:
         site_constants = _site_constants(config, rows)
-        grid = triton.cdiv(tokens, config.block_tokens) * config.splits + (triton.cdiv(tokens, config.owned) if rows else 0)
-        hyper_connection_site[(grid,)](
+        hyper_connection_site[(config.programs(tokens, rows > 0),)](
             source, out, post, comb, pre, fn, base, scale, norm_weight, streams, x, new_pre, new_post, new_comb, mean,
             state.partials, state.arrivals, tokens, rms_eps, eps,
             ITERATIONS=iterations, **constants, **site_constants, **launch,

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops._gluon import allocate_barriers, plus, wait_for_use
-from abyssal.ops._records import multiprocessors
+from abyssal.ops._records import multiprocessors, next_power_of_2
 from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check
 
 KEYS = gl.constexpr(KEYS_PER_TILE)
@@ -873,7 +872,7 @@ def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
 
     With 64 heads scoring threads need 136 registers, so a fourth program would spill: 13.6 in place of 10.6 us for 262,144 keys of index_fp8.
     """
-    queries = min(4, triton.next_power_of_2(b))
+    queries = min(4, next_power_of_2(b))
     copies = 2 if queries > 1 else 3 if heads == 64 else 4
     return ScoreConfig(copies * multiprocessors, queries, stages=2 if queries == 1 else 4, registers=256 // copies // 8 * 8)
 
