@@ -81,12 +81,12 @@ def test_random_sequences_decode_finitely_in_pages_of_their_own(name: str, tmp_p
     names = add_running(engine, 4, 700)
     run, seen = engine.runner.__class__.__call__, []
 
-    def keep(*args: Any) -> torch.Tensor:
-        seen.append(run(engine.runner, *args))
+    def keep(*args: Any, **more: Any) -> torch.Tensor:
+        seen.append(run(engine.runner, *args, **more))
         return seen[-1]
 
     engine.runner.__class__, plain = (
-        type("Recording", (type(engine.runner),), {"__call__": lambda self, *a: keep(*a)}),
+        type("Recording", (type(engine.runner),), {"__call__": lambda self, *a, **more: keep(*a, **more)}),
         engine.runner.__class__,
     )
     for _ in range(5):

@@ -24,8 +24,8 @@ from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
 from abyssal.engine.sampler import SamplerState, sample_plain
 from abyssal.engine.sequence import Sequence
 from abyssal.errors import EngineDeadError
-from abyssal.kv.batch import Chunk
-from abyssal.kv.pool import NO_PAGE, SequenceCache
+from abyssal.kv.batch import Chunk, Drawn
+from abyssal.kv.pool import NO_PAGE
 from abyssal.model.moe import MoE
 from abyssal.ops._kernels import KernelOps
 from abyssal.ops._reference import ReferenceOps
@@ -263,13 +263,15 @@ def ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def flights(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Receives the number of sequences of each step that takes its tokens from one under way."""
     following: list[int] = []
-    tokens_of = Flight.tokens_of
+    drawn_for = Flight.drawn_for
 
-    def record(self: Flight, sequences: list[Sequence]) -> torch.Tensor:
-        following.append(len(sequences))
-        return tokens_of(self, sequences)
+    def record(self: Flight, sequences: list[Sequence]) -> Drawn | None:
+        drawn = drawn_for(self, sequences)
+        if drawn is not None:
+            following.append(len(sequences))
+        return drawn
 
-    monkeypatch.setattr(Flight, "tokens_of", record)
+    monkeypatch.setattr(Flight, "drawn_for", record)
     return following
 
 
@@ -318,10 +320,10 @@ def test_unusable_logits_and_an_abort_in_a_step_under_way(
     expected = alone(ahead, requests)
     calls = 0
 
-    def spoil(logits: torch.Tensor, states: list[SamplerState], in_flight: int, largest: Any) -> torch.Tensor:
+    def spoil(logits: torch.Tensor, states: list[SamplerState], in_flight: list[int], largest: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        spoilt = logits.index_fill(0, torch.tensor([0]), torch.nan) if calls == 6 else logits
+        spoilt = logits.index_fill(0, torch.tensor([0]), torch.nan) if calls == 7 else logits
         return sample_plain(spoilt, states, in_flight, largest)
 
     monkeypatch.setattr(engine_module, "sample_plain", spoil)
@@ -359,21 +361,14 @@ def test_a_step_that_cannot_be_launched_ends_its_culprit_only(
     updates = eng.step()
     doomed = eng.scheduler.running[1].cache
 
-    step, call = Decoder.step, runner.Runner.__call__
+    run = runner.Runner.__call__
 
-    def break_on_b(self: Decoder, caches: list[SequenceCache], positions: list[int], *tokens: Any) -> torch.Tensor:
-        if any(cache is doomed and start == 10 + 11 for cache, start in zip(caches, positions, strict=True)):
+    def break_on_b(self: runner.Runner, chunks: list[Chunk], rows: list[int], *, drawn: Drawn | None) -> torch.Tensor:
+        if any(c.cache is doomed and c.end == 10 + 12 for c in chunks) and (lasting or drawn is not None):
             raise ValueError("planted")
-        return step(self, caches, positions, *tokens)
+        return run(self, chunks, rows, drawn=drawn)
 
-    def break_alone_too(self: runner.Runner, chunks: list[Chunk], rows: list[int]) -> torch.Tensor:
-        if any(c.cache is doomed and c.end == 10 + 12 for c in chunks):
-            raise ValueError("planted")
-        return call(self, chunks, rows)
-
-    monkeypatch.setattr(Decoder, "step", break_on_b)
-    if lasting:
-        monkeypatch.setattr(runner.Runner, "__call__", break_alone_too)
+    monkeypatch.setattr(runner.Runner, "__call__", break_on_b)
     while eng.has_unfinished():
         updates += eng.step()
     tokens = {name: [t for u in updates if u.request_id == name for t in u.token_ids] for name in "abc"}
@@ -394,7 +389,7 @@ def test_a_lost_device_stops_the_engine(where: str, ahead: Path, monkeypatch: py
     def fault(*_: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(*((Decoder, "step", fault) if where == "launch" else (Flight, "land", fault)))
+    monkeypatch.setattr(*((Decoder, "__call__", fault) if where == "launch" else (Flight, "land", fault)))
     with pytest.raises(EngineDeadError, match="illegal memory access"):
         eng.step()
 

@@ -213,10 +213,10 @@ def test_one_broken_request_ends_alone(folder, monkeypatch):
         eng.add(EngineRequest(name, prompt(10 + i, i), greedy(8)))
     run = eng.runner.__class__.__call__
 
-    def break_on_bad(self, chunks, rows):
+    def break_on_bad(self, chunks, rows, **more):
         if any(c.token_ids[:1] == prompt(11, 1)[:1] and len(c.token_ids) == 11 for c in chunks):
             raise ValueError("planted")
-        return run(self, chunks, rows)
+        return run(self, chunks, rows, **more)
 
     monkeypatch.setattr(eng.runner.__class__, "__call__", break_on_bad)
     updates: list[RequestUpdate] = []
@@ -300,8 +300,8 @@ def test_unusable_logits_end_their_request_only(folder, monkeypatch):
         eng.add(EngineRequest(name, prompt(5, 1), greedy(4)))
     run = eng.runner.__class__.__call__
 
-    def nan_in_row_0(self, chunks, rows):
-        logits = run(self, chunks, rows).clone()
+    def nan_in_row_0(self, chunks, rows, **more):
+        logits = run(self, chunks, rows, **more).clone()
         logits[0] = torch.nan
         return logits
 
@@ -316,7 +316,7 @@ def test_a_lost_device_stops_the_engine(folder, monkeypatch):
     eng = engine(folder)
     eng.add(EngineRequest("a", prompt(5, 1), greedy(4)))
 
-    def fault(self, chunks, rows):
+    def fault(self, chunks, rows, **more):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(eng.runner.__class__, "__call__", fault)

@@ -72,11 +72,11 @@ def run_out(eng: Engine, monkeypatch: pytest.MonkeyPatch, when: Callable[[list[C
     block, run = eng.runner.model.blocks[layer], eng.runner.__class__.__call__
     attention, state, failed = block.attention, {"fail": False}, []
 
-    def call(self: Any, chunks: list[Chunk], rows: list[int]) -> torch.Tensor:
+    def call(self: Any, chunks: list[Chunk], rows: list[int], **more: Any) -> torch.Tensor:
         state["fail"] = when(chunks)
         if state["fail"]:
             failed.append(sum(len(c.token_ids) for c in chunks))
-        return run(self, chunks, rows)
+        return run(self, chunks, rows, **more)
 
     def attend(*args: Any) -> torch.Tensor:
         out = attention(*args)
@@ -145,10 +145,10 @@ def test_a_fault_beside_a_shortage_does_not_lose_the_others(
     failed = run_out(eng, monkeypatch, lambda chunks: len(chunks) == 1 and len(chunks[0].token_ids) > 100)
     run = eng.runner.__class__.__call__
 
-    def break_on_bad(self: Any, chunks: list[Chunk], rows: list[int]) -> torch.Tensor:
+    def break_on_bad(self: Any, chunks: list[Chunk], rows: list[int], **more: Any) -> torch.Tensor:
         if any(c.token_ids == bad for c in chunks):
             raise ValueError("planted")
-        return run(self, chunks, rows)
+        return run(self, chunks, rows, **more)
 
     monkeypatch.setattr(eng.runner.__class__, "__call__", break_on_bad)
     add_all(eng)

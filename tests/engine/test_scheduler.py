@@ -30,7 +30,7 @@ def scheduler_of(pages: dict[Bucket, int], step_tokens: int, lengths: list[int])
     for i, length in enumerate(lengths):
         request = EngineRequest(str(i), [1] * length, SamplingParams())
         sampler = SamplerState(request.params, request.prompt_ids, [], fallback_seed=(0, i))
-        scheduler.waiting.append(Sequence(request, scheduler.cache.new_sequence(), sampler, 16, list(request.prompt_ids)))
+        scheduler.waiting.append(Sequence(request, scheduler.cache.new_sequence(), sampler, 1, list(request.prompt_ids)))
     return scheduler
 
 

@@ -155,7 +155,7 @@ def preempted_job(
     """Generate on ranks that think differently of their speed: the first finds copying cheap, the others computing."""
     engine = engine_of(comm, options)
     swap = engine.swap
-    swap.measure_step = lambda tokens, seconds, is_done: None  # type: ignore[method-assign]
+    swap.measure_step = lambda tokens, seconds: None  # type: ignore[method-assign]
     swap._tokens_per_second = 1.0 if comm.mesh.leads else 1e12
     tokens = generate(engine, comm, requests)
     stats = engine.stats()

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from abyssal.config import ModelConfig
-from abyssal.kv.batch import Chunk, engram_rows, staged
+from abyssal.kv.batch import Chunk, Drawn, engram_rows, staged
 from abyssal.kv.decode import DecodeFacts, DecodeInputs, DecodeTables
-from abyssal.kv.pool import KVCache, SequenceCache
+from abyssal.kv.pool import KVCache
 from abyssal.model.model import Model
 from abyssal.ops.ngram_hash import NgramHash
 from abyssal.parallel.comm import Shape
@@ -60,7 +60,7 @@ class Decoder:
             NUM_FACTS + 1 + (ngrams.history if ngrams else 0), max_num_seqs, dtype=torch.int64, device=device
         )
         self._inputs[1] = self.tables.empty_row
-        self._hash = ngrams.to(device) if ngrams is not None and model.reads_tables else None
+        self._hash = ngrams if model.reads_tables else None
         self._table_rows: dict[int, Tensor] = {}  # as `Model.read_tables` gives them, where the host reads them
         if self._hash is None:
             self._table_rows = model.empty_table_rows(max_num_seqs)
@@ -72,11 +72,6 @@ class Decoder:
         """Destroy the graphs."""
         self._graphs.clear()
 
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether the host has to know the tokens of a step before it is launched: it reads the tables' rows by them."""
-        return bool(self._table_rows)
-
     def takes(self, chunks: list[Chunk]) -> bool:
         """Whether a step of these is one of single tokens that fits the largest shape."""
         return (
@@ -86,77 +81,46 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def __call__(self, chunks: list[Chunk]) -> Tensor:
-        """Compute one token of each sequence -> logits fp32 [len(chunks), V]; they hold until the next call."""
+    def __call__(self, chunks: list[Chunk], drawn: Drawn | None = None) -> Tensor:
+        """Compute one token of each sequence -> logits fp32 [len(chunks), V]; they hold until the next call.
+
+        `drawn`: tokens that are missing in `chunks`, none where the host reads rows of n-gram tables.
+        """
         if self.ngrams is not None and self._table_rows and chunks:
             for layer, read in self.model.read_tables(engram_rows(self.ngrams, chunks)).items():
                 self._table_rows[layer][: len(chunks)].copy_(read)
-        return self.step(
-            [c.cache for c in chunks], [c.start for c in chunks], [c.token_ids[0] for c in chunks], [c.before for c in chunks]
-        )
-
-    @torch.inference_mode()
-    def step(
-        self,
-        caches: list[SequenceCache],
-        positions: list[int],
-        token_ids: list[int] | Tensor,
-        before: list[list[int]],
-    ) -> Tensor:
-        """As a call, where no row of a table is read by the host.
-
-        Args:
-            positions: of the token that each sequence computes.
-            token_ids: the tokens, or int64 [S] on the device where the host need not know them.
-            before: as in `Chunk`, of each sequence.
-        """
-        longest = max(positions, default=0) + 1
-        own = next(n for n in self.batches if n >= len(caches)), next(n for n in self.capacities if n >= longest)
+        longest = max((c.end for c in chunks), default=1)
+        own = next(n for n in self.batches if n >= len(chunks)), next(n for n in self.capacities if n >= longest)
         common = self.model.comm.enter(own[0], own)
-        self._launch(common or own, common is not None, caches, positions, token_ids, before)
-        return self._logits[: len(caches)]
+        self._launch(common or own, common is not None, chunks, drawn)
+        return self._logits[: len(chunks)]
 
     @torch.inference_mode()
     def idle(self, shape: Shape) -> None:
         """Take part in a step of `shape` without a sequence."""
-        self._launch(shape, True, [], [], [], [])
+        self._launch(shape, True, [], None)
 
-    def _launch(
-        self,
-        shape: Shape,
-        replay: bool,
-        caches: list[SequenceCache],
-        positions: list[int],
-        token_ids: list[int] | Tensor,
-        before: list[list[int]],
-    ) -> None:
+    def _launch(self, shape: Shape, replay: bool, chunks: list[Chunk], drawn: Drawn | None) -> None:
         """A step in `shape`, on a GPU as a graph if `replay`."""
         graph = self._captured(*shape) if replay and self.device.type == "cuda" else None
-        self._fill(caches, positions, token_ids, before)
+        self._fill(chunks, drawn)
         if graph is None:
             self._compute(*shape)
         else:
             graph.replay()
 
-    def _fill(
-        self,
-        caches: list[SequenceCache],
-        positions: list[int],
-        token_ids: list[int] | Tensor,
-        before: list[list[int]],
-    ) -> None:
-        values = np.zeros(self._inputs.shape, np.int64)
+    def _fill(self, chunks: list[Chunk], drawn: Drawn | None) -> None:
+        values, count = np.zeros(self._inputs.shape, np.int64), len(chunks)
         values[1], values[NUM_FACTS:] = self.tables.empty_row, -1  # no token: no experts
-        folded = [cache.folded_after(start) for cache, start in zip(caches, positions, strict=True)]
-        values[:NUM_FACTS, : len(caches)] = positions, self.tables.place(caches), folded
-        if not isinstance(token_ids, Tensor):
-            values[NUM_FACTS, : len(caches)] = token_ids
+        caches = [c.cache for c in chunks]
+        values[:NUM_FACTS, :count] = [c.start for c in chunks], self.tables.place(caches), [c.folded for c in caches]
+        values[NUM_FACTS, :count] = [c.token_ids[0] for c in chunks]
         if self._hash is not None:
-            for i, ids in enumerate(before):
-                values[NUM_FACTS + 1 : NUM_FACTS + 1 + len(ids), i] = ids[::-1]
+            for i, chunk in enumerate(chunks):
+                values[NUM_FACTS + 1 : NUM_FACTS + 1 + len(chunk.before), i] = chunk.before[::-1]
         self._inputs.copy_(staged(values, self.device), non_blocking=True)
-        if isinstance(token_ids, Tensor):
-            self._inputs[NUM_FACTS, : len(caches)] = token_ids
+        if drawn is not None:
+            drawn.put(self._inputs[NUM_FACTS])
 
     def _compute(self, count: int, capacity: int) -> None:
         facts, tokens = self._inputs[:, :count].split([NUM_FACTS, len(self._inputs) - NUM_FACTS])
@@ -173,7 +137,7 @@ class Decoder:
         if (count, capacity) in self._graphs:
             return self._graphs[count, capacity]
         begun = time.perf_counter()
-        self._fill([], [], [], [])
+        self._fill([], None)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):

@@ -27,7 +27,7 @@ from abyssal.engine.request import EngineRequest, RequestUpdate
 from abyssal.engine.sampler import SampledToken
 from abyssal.engine.sequence import Sequence
 from abyssal.errors import EngineDeadError
-from abyssal.kv.batch import Chunk
+from abyssal.kv.batch import Chunk, Drawn
 from abyssal.kv.handover import Part, PartReader, complete, write_part
 from abyssal.kv.planner import layer_bytes
 from abyssal.model.model import AfterLayer
@@ -166,9 +166,13 @@ class PrefillEngine(LinkedEngine[_Outgoing]):
         self._is_stuck = self._steps == steps and not computed
         return updates
 
-    def _forward(self, scheduled: Scheduled, chunks: list[Chunk], rows: list[int]) -> Tensor:
+    def _can_fly(self, scheduled: Scheduled) -> bool:
+        """A token ends the computation here."""
+        return super()._can_fly(scheduled) and not any(seq.draws(count) for seq, count in scheduled)
+
+    def _forward(self, scheduled: Scheduled, chunks: list[Chunk], rows: list[int], drawn: Drawn | None = None) -> Tensor:
         with self._sending([(seq, seq.num_computed + count) for seq, count in scheduled]) as send:
-            return self.runner(chunks, rows, send)
+            return self.runner(chunks, rows, send, drawn)
 
     @contextmanager
     def _sending(self, reached: list[tuple[Sequence, int]]) -> Iterator[AfterLayer]:
@@ -199,11 +203,10 @@ class PrefillEngine(LinkedEngine[_Outgoing]):
         for part in parts:
             part.outgoing.sent, part.outgoing.is_sent = part.what.end, part.what.last
 
-    def _commit(self, seq: Sequence, count: int, token: SampledToken | None) -> RequestUpdate | None:
-        update = super()._commit(seq, count, token)
-        if update is None or (outgoing := self._moving.get(update.request_id)) is None:
-            return update
-        if update.finish_reason is None:
+    def _take(self, seq: Sequence, token: SampledToken) -> RequestUpdate:
+        update = super()._take(seq, token)
+        outgoing = self._moving.get(update.request_id)
+        if outgoing is not None and update.finish_reason is None:
             del self._sequences[update.request_id]
             self.scheduler.running.remove(seq)
             outgoing.is_computed = True

@@ -25,7 +25,7 @@ from abyssal.engine.scheduler import Scheduler
 from abyssal.engine.sequence import Sequence
 from abyssal.engine.swap import SwapSpace
 from abyssal.errors import EngineDeadError, RequestError
-from abyssal.kv.batch import Chunk
+from abyssal.kv.batch import Chunk, Drawn
 from abyssal.kv.handover import HandOver, check, export, restore
 from abyssal.kv.planner import fixed_bytes, token_bytes
 from abyssal.model_config import load_generation_defaults, load_model_config
@@ -123,7 +123,8 @@ class Engine:
         self.swap = SwapSpace(self.cache, self.runner.plan, self.config.swap_bytes, comm.agree)
         self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._sequences: dict[str, Sequence] = {}
-        self._flight: Flight | None = None  # a decode step whose tokens nobody has asked for yet
+        self._flight: Flight | None = None  # a step that nobody has waited for yet
+        self._landed_at = 0.0  # when the last one was done, as of `time.perf_counter`
         self._landed: list[RequestUpdate] = []  # found out between steps, to be reported by the next
         self._requests_seen = 0
         self._steps = self._prompt_tokens = self._cached_tokens = self._generation_tokens = 0
@@ -259,7 +260,7 @@ class Engine:
     def step(self) -> list[RequestUpdate]:
         """Compute one batch and report what each request got.
 
-        Plain decode steps are launched one ahead: such a step reports what the one before it computed, the first of them nothing.
+        On a GPU, steps of plain requests are launched one ahead: such a step reports what the one before it computed, the first nothing.
 
         Raises:
             EngineDeadError: the device is lost; the engine cannot go on.
@@ -272,16 +273,19 @@ class Engine:
             raise
 
     def _step(self) -> list[RequestUpdate]:
-        landed, self._landed = self._landed, []
-        if self._flight is not None:
-            return landed + self._follow(self._flight)
         scheduled = self.scheduler.schedule()
-        if not scheduled:
-            return landed + self._refuse_head()
-        self._steps += 1
-        if self._can_fly(scheduled):
-            return landed + self._launch([seq for seq, _ in scheduled], None)
-        return landed + self._run(scheduled)
+        flies = bool(scheduled) and self._can_fly(scheduled)
+        if self._flight is not None and not flies:  # what comes next follows from its tokens
+            self._land_between_steps()
+            scheduled = self.scheduler.schedule()
+            flies = bool(scheduled) and self._can_fly(scheduled)
+        self._steps += bool(scheduled)
+        if flies:
+            updates = self._launch(scheduled)
+        else:
+            updates = self._run(scheduled) if scheduled else self._refuse_head()
+        landed, self._landed = self._landed, []
+        return landed + updates
 
     def close(self) -> None:
         """Let go of the captured graphs: a communicator that they use can be destroyed only after them. The rest goes with the object."""
@@ -400,74 +404,59 @@ class Engine:
         return updates
 
     def _can_fly(self, scheduled: Scheduled) -> bool:
-        """Whether the tokens of a step need not be known before the next is launched.
+        """Whether a step can be launched while the one before runs, and what it draws need not be known before the next is launched.
 
         What a sequence alone broke has to show at once.
         """
         return (
-            self.runner.decoder is not None
-            and not self.runner.decoder.needs_tokens
-            and all(count == 1 and seq.num_remaining == 1 and seq.sampler.is_plain for seq, count in scheduled)
-            and not any(_prompt_positions(seq, seq.num_computed, seq.num_computed + 1) for seq, _ in scheduled)
+            (self.runner.decoder is not None or self.runner.device.type == "cuda")
+            and all(seq.sampler.is_plain for seq, count in scheduled if seq.draws(count))
+            and not any(_prompt_positions(seq, seq.num_computed, seq.num_computed + count) for seq, count in scheduled)
+            and not (self.runner.needs_tokens and any(seq.is_drawing for seq, _ in scheduled))
         )
 
-    def _launch(self, sequences: list[Sequence], before: Flight | None) -> list[RequestUpdate]:
-        """Launch a decode step of `sequences`, whose pages are allocated, then wait for `before`, from which it takes its tokens."""
-        self._flight, failure = self._attempt(lambda: self._take_off(sequences, before), len(sequences))
+    def _launch(self, scheduled: Scheduled) -> list[RequestUpdate]:
+        """Launch a step, then wait for the one before, from which it takes its tokens."""
+        before, self._flight = self._flight, None
+        self._flight, failure = self._attempt(lambda: self._take_off(scheduled, before), len(scheduled))
         updates = [] if before is None else self._land(before)
         if failure is not None:
-            updates += self._redo([(seq, 1) for seq in sequences if self._is_unfinished(seq)], failure)
+            updates += self._redo([(seq, count) for seq, count in scheduled if self._is_unfinished(seq)], failure)
         return updates
 
     @torch.inference_mode()
-    def _take_off(self, sequences: list[Sequence], before: Flight | None) -> Flight:
-        decoder = self.runner.decoder
-        assert decoder is not None, "steps are launched ahead by the decoder only"
-        ahead = int(before is not None)
-        positions = [seq.num_computed + ahead for seq in sequences]
-        tokens = [seq.token_ids[-1] for seq in sequences] if before is None else before.tokens_of(sequences)
-        known = [self.runner.before(seq.token_ids, position) for seq, position in zip(sequences, positions, strict=True)]
-        logits = decoder.step([seq.cache for seq in sequences], positions, tokens, known)
-        result = sample_plain(logits, [seq.sampler for seq in sequences], ahead, self.runner.ops.argmax)
-        return Flight.launched(sequences, positions, result)
-
-    def _follow(self, flight: Flight) -> list[RequestUpdate]:
-        """Launch the step after `flight`, if it is one of the same kind, then wait for `flight`."""
-        self._flight = None
-        following = self._following(flight)
-        if not following:
-            return self._land(flight)
-        self._steps += 1
-        return self._launch(following, flight)
-
-    def _following(self, flight: Flight) -> list[Sequence]:
-        """Sequences of the decode step after `flight`, their pages allocated; empty: the scheduler has to decide what comes next."""
-        scheduler = self.scheduler
-        if scheduler.waiting and len(scheduler.running) < scheduler.max_num_seqs:
-            return []
-        flying = [seq for seq, start in flight if self._is_at(seq, start)]
-        if len(flying) != len(scheduler.running):
-            return []
-        going_on = [seq for seq in flying if seq.num_output + 1 < seq.max_new_tokens]
-        fits = self.cache.allocate_next([seq.cache for seq in going_on], [seq.num_computed + 1 for seq in going_on])
-        return going_on if fits else []
+    def _take_off(self, scheduled: Scheduled, before: Flight | None) -> Flight:
+        begun = time.perf_counter()
+        drawn = None if before is None else before.drawn_for([seq for seq, _ in scheduled])
+        ends = [*accumulate(count for _, count in scheduled)]
+        drawing = [(seq, end - 1) for (seq, count), end in zip(scheduled, ends, strict=True) if seq.draws(count)]
+        sequences = [seq for seq, _ in drawing]
+        logits = self._forward(scheduled, self._chunks(scheduled), [row for _, row in drawing], drawn)
+        result = torch.empty(2, 0, dtype=torch.int64, device=logits.device)
+        if drawing:
+            ahead = [int(seq.is_drawing) for seq in sequences]
+            result = sample_plain(logits, [seq.sampler for seq in sequences], ahead, self.runner.ops.argmax)
+        indices = [seq.num_computed + count for seq, count in scheduled if seq.draws(count)]
+        flight = Flight.launched(sequences, indices, ends[-1], begun, result)
+        self._advance(scheduled)
+        return flight
 
     def _land(self, flight: Flight) -> list[RequestUpdate]:
-        """Wait for `flight` and report its tokens; those of requests that ended or gave up their pages since are dropped."""
+        """Wait for `flight` and report its tokens; those of requests that ended since, or that are known, are dropped."""
         try:
             tokens, usable = flight.land()
         except RuntimeError as error:
             raise EngineDeadError(f"the device failed: {error}") from error
-        present = [i for i, (seq, start) in enumerate(flight) if self._is_at(seq, start)]
-        landed = [flight.sequences[i] for i in present]
-        drawn = [SampledToken(tokens[i]) if usable[i] else unusable() for i in present]
-        ends = [flight.positions[i] + 1 for i in present]
-        for seq, end in zip(landed, ends, strict=True):
-            seq.num_computed = end
-            self._prompt_tokens += end <= len(seq.request.prompt_ids)
-            self.cache.commit(seq.cache, seq.token_ids, end)
-        self.cache.release_passed([seq.cache for seq in landed], ends)
-        return [u for seq, token in zip(landed, drawn, strict=True) if (u := self._take(seq, token))]
+        now = time.perf_counter()
+        if flight.num_tokens > len(flight.sequences):
+            self.swap.measure_step(flight.num_tokens, now - max(flight.begun, self._landed_at))
+        self._landed_at = now
+        updates = []
+        for seq, index, token, is_usable in zip(flight.sequences, flight.indices, tokens, usable, strict=True):
+            if self._is_unfinished(seq) and len(seq.token_ids) == index:
+                updates.append(self._take(seq, SampledToken(token) if is_usable else unusable()))
+        self._settle([(seq, 1) for seq in flight.sequences if self._is_unfinished(seq) and seq.is_drawing])
+        return updates
 
     def _land_between_steps(self) -> None:
         """Have the host know what the device knows."""
@@ -481,30 +470,31 @@ class Engine:
     def _is_unfinished(self, seq: Sequence) -> bool:
         return self._sequences.get(seq.request.request_id) is seq
 
-    def _is_at(self, seq: Sequence, position: int) -> bool:
-        return self._is_unfinished(seq) and seq.num_computed == position
-
     def _compute(self, scheduled: Scheduled) -> list[RequestUpdate]:
-        chunks, rows, offset = [], [], 0
+        rows, offset = [], 0
         wanted: list[tuple[Sequence, list[int], bool]] = []  # sequence, prompt positions to score, whether it samples
         for seq, count in scheduled:
             start, end = seq.num_computed, seq.num_computed + count
-            chunks.append(self.runner.chunk(seq.token_ids, start, end, seq.cache))
-            scored = _prompt_positions(seq, start, end)
-            samples = end == len(seq.token_ids)
+            scored, samples = _prompt_positions(seq, start, end), seq.draws(count)
             wanted.append((seq, scored, samples))
             rows += [offset + p - start for p in scored] + [offset + count - 1] * samples
             offset += count
         begun = time.perf_counter()
-        logits = self._forward(scheduled, chunks, rows)
-        sampled = self._sample(logits, wanted)
-        is_done = bool(rows) or self.config.device == "cpu"
-        self.swap.measure_step(offset, time.perf_counter() - begun, is_done)
-        return [u for (seq, count), token in zip(scheduled, sampled, strict=True) if (u := self._commit(seq, count, token))]
+        sampled = self._sample(self._forward(scheduled, self._chunks(scheduled), rows), wanted)
+        if not rows and self.runner.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self.swap.measure_step(offset, time.perf_counter() - begun)
+        self._advance(scheduled)
+        return [self._take(seq, token) for (seq, _), token in zip(scheduled, sampled, strict=True) if token is not None]
 
-    def _forward(self, scheduled: Scheduled, chunks: list[Chunk], rows: list[int]) -> Tensor:
-        """Logits of `rows`; `chunks` are those of `scheduled`."""
-        return self.runner(chunks, rows)
+    def _chunks(self, scheduled: Scheduled) -> list[Chunk]:
+        return [
+            self.runner.chunk(seq.token_ids, seq.num_computed, seq.num_computed + count, seq.cache) for seq, count in scheduled
+        ]
+
+    def _forward(self, scheduled: Scheduled, chunks: list[Chunk], rows: list[int], drawn: Drawn | None = None) -> Tensor:
+        """Logits of `rows`; `chunks` are those of `scheduled`, `drawn` what they lack."""
+        return self.runner(chunks, rows, drawn=drawn)
 
     def _sample(self, logits: Tensor, wanted: list[tuple[Sequence, list[int], bool]]) -> list[SampledToken | None]:
         """Record prompt logprobs, and draw one token for every sequence that computed its last one."""
@@ -524,17 +514,21 @@ class Engine:
         drawn = iter(sample(logits, states))
         return [next(drawn) if samples else None for _, _, samples in wanted]
 
-    def _commit(self, seq: Sequence, count: int, token: SampledToken | None) -> RequestUpdate | None:
-        """Advance `seq` by what the step computed; None when the request has nothing to report yet."""
-        first_computed = seq.num_computed
-        seq.num_computed += count
-        self.cache.commit(seq.cache, seq.token_ids, seq.num_computed)
-        if count == 1:
-            self.cache.release_passed([seq.cache], [seq.num_computed])
-        else:
-            self.cache.release_unneeded(seq.cache, seq.num_computed)
-        self._prompt_tokens += max(0, min(seq.num_computed, len(seq.request.prompt_ids)) - first_computed)
-        return None if token is None else self._take(seq, token)
+    def _advance(self, scheduled: Scheduled) -> None:
+        """A step has been launched: it counts as computed."""
+        for seq, count in scheduled:
+            self._prompt_tokens += max(0, min(seq.num_computed + count, len(seq.request.prompt_ids)) - seq.num_computed)
+            seq.num_computed += count
+        self._settle([(seq, count) for seq, count in scheduled if seq.num_computed <= len(seq.token_ids)])
+
+    def _settle(self, computed: Scheduled) -> None:
+        """Keep the complete blocks of sequences of which a step computed so many tokens, all known by now, and return unneeded pages."""
+        for seq, count in computed:
+            self.cache.commit(seq.cache, seq.token_ids, seq.num_computed)
+            if count > 1:
+                self.cache.release_unneeded(seq.cache, seq.num_computed)
+        singles = [seq for seq, count in computed if count == 1]
+        self.cache.release_passed([seq.cache for seq in singles], [seq.num_computed for seq in singles])
 
     def _take(self, seq: Sequence, token: SampledToken) -> RequestUpdate:
         """Add the token that `seq` has drawn, and end it where that is its last."""

@@ -1,8 +1,7 @@
-"""A decode step on its way: launched on the device, its tokens not yet known to the host."""
+"""A step on its way: launched on the device, its tokens not yet known to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,43 +9,46 @@ import torch
 from torch import Tensor
 
 from abyssal.engine.sequence import Sequence
-from abyssal.kv.batch import staged
+from abyssal.kv.batch import Drawn, staged
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What a step computes, and where its tokens will be."""
+    """Which sequences a step draws a token for, and where these tokens will be."""
 
     sequences: list[Sequence]
-    positions: list[int]  # of the token that each sequence computes
-    tokens: Tensor  # int64 [S] on the device, the input of the step after
+    indices: list[int]  # of the tokens drawn, each among its sequence's
+    num_tokens: int  # that it computes
+    begun: float  # as of `time.perf_counter`
+    _tokens: Tensor  # int64 [S] on the device, inputs of the step after
     _host: Tensor  # int64 [2, S], tokens and whether logits were usable; filled once `_done`
     _done: torch.cuda.Event | None  # None: there is nothing to wait for
 
     @classmethod
-    def launched(cls, sequences: list[Sequence], positions: list[int], result: Tensor) -> Flight:
+    def launched(cls, sequences: list[Sequence], indices: list[int], num_tokens: int, begun: float, result: Tensor) -> Flight:
         """`result`: as `sample_plain` returns it."""
         if not result.is_cuda:
-            return cls(sequences, positions, result[0], result, None)
+            return cls(sequences, indices, num_tokens, begun, result[0], result, None)
         host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
         host.copy_(result, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return cls(sequences, positions, result[0], host, done)
+        return cls(sequences, indices, num_tokens, begun, result[0], host, done)
 
-    def __iter__(self) -> Iterator[tuple[Sequence, int]]:
-        return zip(self.sequences, self.positions, strict=True)
-
-    def tokens_of(self, sequences: list[Sequence]) -> Tensor:
-        """int64 [len(sequences)] on the device: the tokens of some of the step's sequences."""
-        if sequences == self.sequences:
-            return self.tokens
-        row = {id(seq): i for i, seq in enumerate(self.sequences)}
-        rows = staged(np.array([row[id(seq)] for seq in sequences]), self.tokens.device)
-        return self.tokens.index_select(0, rows.to(self.tokens.device, non_blocking=True))
+    def drawn_for(self, sequences: list[Sequence]) -> Drawn | None:
+        """What the step after, of `sequences`, takes of this one's tokens; None: nothing. It computes a single token of each that does, and
+        of each in front of it."""
+        place = {seq: i for i, seq in enumerate(self.sequences)}
+        found = [(row, place[seq]) for row, seq in enumerate(sequences) if seq.is_drawing]
+        if not found:
+            return None
+        if len(found) == len(sequences) and sequences == self.sequences:
+            return Drawn(self._tokens, None)
+        rows, places = staged(np.array(found).T.copy(), self._tokens.device).to(self._tokens.device, non_blocking=True)
+        return Drawn(self._tokens.index_select(0, places), rows)
 
     def land(self) -> tuple[list[int], list[int]]:
-        """Wait for the step -> token of each sequence, and 1 where its logits were usable."""
+        """Wait for the step -> token of each of `sequences`, and 1 where its logits were usable."""
         if self._done is not None:
             self._done.synchronize()
         tokens, usable = self._host.tolist()

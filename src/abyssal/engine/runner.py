@@ -17,7 +17,7 @@ from abyssal.engine.decoder import Decoder
 from abyssal.engine.pieces import Pieces
 from abyssal.engine.workspace import measure_workspace
 from abyssal.errors import ConfigError
-from abyssal.kv.batch import Chunk, build_batch
+from abyssal.kv.batch import UNKNOWN, Chunk, Drawn, build_batch
 from abyssal.kv.planner import PoolSizes, divide_budget
 from abyssal.kv.pool import KVCache, SequenceCache
 from abyssal.kv.prefix import PrefixIndex
@@ -52,7 +52,6 @@ class Runner:
         self.model_config, self.config = model_config, config
         self.comm = comm
         self.pieces: Pieces | None = None
-        self._launched: torch.cuda.Event | None = None  # the end of the last step that no graph holds
         local = comm.mesh.local(model_config)
         self.ngrams = _ngram_hash(model_config, tokenizer)
         self.device = torch.device(config.device)
@@ -65,6 +64,8 @@ class Runner:
         weights = load(folder, model_config, self.device, dtype, first, config.engram_cache_bytes, comm.mesh)
         self.quantised = any(isinstance(w, LinearWeight) and w.format != "plain" for w in weights.values())
         self.model = Model(weights, local, dtype, self.ops, comm)
+        if self.ngrams is not None and self.model.reads_tables:
+            self.ngrams = self.ngrams.to(self.device)
         self.step_bytes: int | None = None  # of GPU memory, set aside for the largest step; None: kv_cache_bytes was given
         self.sizes = divide_budget(
             self.plan,
@@ -90,33 +91,49 @@ class Runner:
     def capacity_tokens(self) -> int:
         return self.sizes.capacity_tokens or self.model_config.max_position
 
-    def __call__(self, chunks: list[Chunk], logit_rows: list[int], after_layer: AfterLayer | None = None) -> Tensor:
-        """Compute `chunks` (pages allocated, single tokens first) -> logits fp32 [len(logit_rows), V] on the device.
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the host has to know the tokens of a step before it is launched: it reads rows of n-gram tables by them."""
+        return self.ngrams is not None and not self.model.reads_tables
 
-        They hold until the next call. `after_layer`: as in `Model.compute`, for a runner that captures no graphs.
+    def __call__(
+        self,
+        chunks: list[Chunk],
+        logit_rows: list[int],
+        after_layer: AfterLayer | None = None,
+        drawn: Drawn | None = None,
+    ) -> Tensor:
+        """Launch `chunks` (pages allocated, single tokens first) -> logits fp32 [len(logit_rows), V] on the device.
+
+        They hold until the next call.
+
+        Args:
+            after_layer: as in `Model.compute`, for a runner that captures no graphs.
+            drawn: tokens that are missing in `chunks`; none if `needs_tokens`.
         """
         if self.decoder is not None and self.decoder.takes(chunks) and len(logit_rows) == len(chunks):
-            return self.decoder(chunks)
-        return self._compute(chunks, self.cache, logit_rows, after_layer)
+            return self.decoder(chunks, drawn)
+        return self._compute(chunks, self.cache, logit_rows, after_layer, drawn)
 
     def _compute(
-        self, chunks: list[Chunk], cache: KVCache, logit_rows: list[int], after_layer: AfterLayer | None = None
+        self,
+        chunks: list[Chunk],
+        cache: KVCache,
+        logit_rows: list[int],
+        after_layer: AfterLayer | None = None,
+        drawn: Drawn | None = None,
     ) -> Tensor:
         tokens = sum(len(chunk.token_ids) for chunk in chunks)
         self.comm.enter(tokens)
-        batch = build_batch(self.model_config, cache, chunks, logit_rows, self.device, self.ngrams, as_lists=self.ops.as_lists)
+        batch = build_batch(
+            self.model_config, cache, chunks, logit_rows, self.device, self.ngrams, drawn, as_lists=self.ops.as_lists
+        )
         with cpu_threads(1 if tokens * self.model_config.hidden_size <= ONE_THREAD_VALUES else torch.get_num_threads()):
             pieces = self._pieces_of(tokens)
             if pieces is None:
-                logits = self.model(batch, cache, after_layer)
-            else:
-                assert cache is self.cache and after_layer is None, (
-                    "graphs read these caches, and have no place between two layers"
-                )
-                logits = pieces(batch)
-        if self.device.type == "cuda":
-            self._wait_for_step_before()
-        return logits
+                return self.model(batch, cache, after_layer)
+            assert cache is self.cache and after_layer is None, "graphs read these caches, and have no place between two layers"
+            return pieces(batch)
 
     def _pieces_of(self, tokens: int) -> Pieces | None:
         """What replays a step of so many tokens, captured by now; None: it is launched op by op."""
@@ -129,16 +146,6 @@ class Runner:
             self.pieces = None
         return self.pieces
 
-    def _wait_for_step_before(self) -> None:
-        """A step of which nobody asks for a result is launched while the one before runs, so that the device never waits for the host.
-
-        No more than one is queued: whatever comes next would have to wait for all of them.
-        """
-        before, self._launched = self._launched, torch.cuda.Event()
-        self._launched.record()
-        if before is not None:
-            before.synchronize()
-
     def idle(self, shape: Shape | None) -> None:
         """Compute this rank's experts in a step of others, in the shape that these agreed on."""
         if shape is None:
@@ -148,12 +155,11 @@ class Runner:
             self.decoder.idle(shape)
 
     def chunk(self, token_ids: list[int], start: int, end: int, cache: SequenceCache) -> Chunk:
-        """Tokens [start, end) of the sequence `token_ids`, with what its n-gram hashes need of the tokens before."""
-        return Chunk(token_ids[start:end], start, cache, self.before(token_ids, start))
+        """Tokens [start, end) of the sequence `token_ids`, with what its n-gram hashes need of the tokens before.
 
-    def before(self, token_ids: list[int], start: int) -> list[int]:
-        """What the n-gram hashes of a chunk need of the tokens in front of it."""
-        return token_ids[max(0, start - self._history) : start]
+        `start` may be behind the last of them, for the token that follows.
+        """
+        return Chunk(token_ids[start:end] or [UNKNOWN], start, cache, token_ids[max(0, start - self._history) : start])
 
     def _capture_pieces(self, cache: KVCache) -> Pieces:
         pieces = Pieces(self.model, cache, self.config.max_num_batched_tokens, torch.cuda.graph_pool_handle())

@@ -159,7 +159,7 @@ def sample(logits: Tensor, states: list[SamplerState]) -> list[SampledToken]:
     best, tokens = edited.max(-1)  # the first of equal values, as max is documented
     drawn = [i for i, state in enumerate(states) if state.params.temperature > 0]
     if drawn:
-        settings = _Settings.of([states[i] for i in drawn], 0, logits.device)
+        settings = _Settings.of([states[i] for i in drawn], [0] * len(drawn), logits.device)
         tokens[drawn] = _draw(edited[drawn], settings, any(states[i].truncates for i in drawn))
     # NaN and +inf surface in their row's largest value, and a row without any candidate has -inf: the maximum tells all.
     raw_best = best if edited is logits else logits.amax(-1)
@@ -172,13 +172,13 @@ def sample(logits: Tensor, states: list[SamplerState]) -> list[SampledToken]:
     return [SampledToken(-1, error=e) if e else SampledToken(chosen[i], logprobs.get(i)) for i, e in enumerate(errors)]
 
 
-def sample_plain(logits: Tensor, states: list[SamplerState], ahead: int, largest: Callable[[Tensor], Tensor]) -> Tensor:
+def sample_plain(logits: Tensor, states: list[SamplerState], ahead: list[int], largest: Callable[[Tensor], Tensor]) -> Tensor:
     """The tokens that `sample` chooses where all `states` are plain, without waiting for the device.
 
     Args:
         logits: fp32 [S, V].
         largest: `argmax` of `abyssal.ops`.
-        ahead: tokens of each request that are drawn and not appended to its state yet.
+        ahead: of each request, tokens that are drawn and not appended to its state yet.
 
     Returns:
         int64 [2, S] on the device: tokens, valid ids in any case, and whether the logits were usable.
@@ -249,9 +249,10 @@ class _Settings:
     draws: Tensor  # bool [R], temperature above 0; other rows draw in vain
 
     @classmethod
-    def of(cls, states: list[SamplerState], ahead: int, device: torch.device) -> _Settings:
+    def of(cls, states: list[SamplerState], ahead: list[int], device: torch.device) -> _Settings:
         rows = [
-            (p.temperature, p.min_p, p.top_k or _NO_LIMIT, p.top_p, s.next_uniform(ahead)) for s in states for p in (s.params,)
+            (s.params.temperature, s.params.min_p, s.params.top_k or _NO_LIMIT, s.params.top_p, s.next_uniform(drawn))
+            for s, drawn in zip(states, ahead, strict=True)
         ]
         values = np.array(rows, np.float64).T[:, :, None]
         temperatures, min_p, top_k, top_p, uniform = staged(values, device).to(device, non_blocking=True)

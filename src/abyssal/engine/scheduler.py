@@ -52,7 +52,10 @@ class Scheduler:
         self._refusal_age = 0
 
     def schedule(self) -> list[tuple[Sequence, int]]:
-        """Sequences and token counts of the next step, single tokens first; their pages are allocated."""
+        """Sequences and token counts of the next step, single tokens first; their pages are allocated.
+
+        Nothing where pages are short while tokens are under way: each of them may be the last of its sequence.
+        """
         plan: dict[Sequence, int] = {}
         preempted = self.num_preemptions
         single = [seq for seq in self.running if seq.num_remaining == 1][: self.budget.tokens]
@@ -62,7 +65,12 @@ class Scheduler:
             if seq in plan:
                 continue
             count = self._fit(seq, plan) if seq in self.running else 0  # a sequence before it may have pushed it out
-            if count and self._allocate_or_preempt(seq, count, plan):
+            if not count:
+                continue
+            fits = self.cache.allocate(seq.cache, seq.num_computed, seq.num_computed + count)
+            if not fits and any(s.is_drawing for s in self.running):
+                return []
+            if fits or self._allocate_or_preempt(seq, count, plan):
                 plan[seq] = count
         if preempted == self.num_preemptions:
             self._admit(plan)
@@ -115,7 +123,7 @@ class Scheduler:
         """
         if not self.running:
             return True
-        claims = [self.cache.missing_pages(s.cache, len(s.token_ids) + 1) for s in (*self.running, newcomer)]
+        claims = [self.cache.missing_pages(s.cache, s.num_computed + s.num_remaining + 1) for s in (*self.running, newcomer)]
         return all(sum(claim[bucket] for claim in claims) <= pool.num_available for bucket, pool in self.cache.pools.items())
 
     def preempt(self, seq: Sequence) -> None:

@@ -12,7 +12,10 @@ from abyssal.kv.pool import SequenceCache
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens [0, num_computed) are in the caches; what is left is computed next, and after the last one a token is sampled."""
+    """Tokens [0, num_computed) are in the caches; what is left is computed next, and after the last one a token is sampled.
+
+    Steps count as computed when they are launched: whatever touches the caches afterwards comes behind them on the device.
+    """
 
     request: EngineRequest
     cache: SequenceCache
@@ -27,8 +30,20 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     @property
+    def is_drawing(self) -> bool:
+        """Whether its next token is under way: the host does not know it yet."""
+        return self.num_computed == len(self.token_ids)
+
+    @property
     def num_remaining(self) -> int:
+        """Tokens that can be computed next; the one under way among them, unless it is the last."""
+        if self.is_drawing:
+            return int(self.num_output + 1 < self.max_new_tokens)
         return len(self.token_ids) - self.num_computed
+
+    def draws(self, count: int) -> bool:
+        """Whether a step of its next `count` tokens draws the one behind them."""
+        return self.num_computed + count >= len(self.token_ids)
 
     @property
     def num_output(self) -> int:

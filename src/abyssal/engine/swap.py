@@ -27,18 +27,11 @@ class SwapSpace:
         self.num_saved = 0  # since the start
         self._bytes_per_second = FIRST_BYTES_PER_SECOND
         self._tokens_per_second: float | None = None
-        self._tokens, self._seconds = 0, 0.0  # of steps that were launched since one was waited for
 
-    def measure_step(self, tokens: int, seconds: float, is_done: bool) -> None:
-        """A step computed `tokens` tokens: how fast a sequence would be computed again.
-
-        Of a step that is not done `seconds` went by until it was launched; the rest of its time is that of a later one.
-        """
-        self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
-        if is_done:
-            if self._tokens >= MEASURED_TOKENS:
-                self._tokens_per_second = _smooth(self._tokens_per_second, self._tokens / self._seconds)
-            self._tokens, self._seconds = 0, 0.0
+    def measure_step(self, tokens: int, seconds: float) -> None:
+        """A step computed `tokens` tokens: how fast a sequence would be computed again."""
+        if tokens >= MEASURED_TOKENS:
+            self._tokens_per_second = _smooth(self._tokens_per_second, tokens / seconds)
 
     def pays(self, seq: Sequence) -> bool:
         """Whether to copy the running `seq` rather than to compute it again.

@@ -19,6 +19,7 @@ from abyssal.kv.specs import ROLL_BACK, CacheSpec
 from abyssal.ops.ngram_hash import NgramHash
 from abyssal.ops.rope import rope_table
 
+UNKNOWN = -1  # stands for a token that only the device knows
 SCORE_BYTES = 256 << 20  # of index scores computed at once
 QUERY_TILE = 64  # queries of one sequence that share a gather of their window; 32 and 128 measured slower on CPU
 
@@ -27,7 +28,7 @@ QUERY_TILE = 64  # queries of one sequence that share a gather of their window; 
 class Chunk:
     """Tokens [start, start + len(token_ids)) of one sequence, to be computed in this step."""
 
-    token_ids: list[int]
+    token_ids: list[int]  # UNKNOWN for one of `Drawn`
     start: int
     cache: SequenceCache
     before: list[int] = field(default_factory=list)  # the ids in front of `start` that n-gram hashes look back to
@@ -35,6 +36,21 @@ class Chunk:
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens of a step that the device has drawn in the one before, and the host does not know yet."""
+
+    tokens: Tensor  # int64 [n] on the device
+    rows: Tensor | None  # int64 [n] on the device, of the step's tokens; None: the first n
+
+    def put(self, token_ids: Tensor) -> None:
+        """Write them into `token_ids` [T], of all tokens of the step."""
+        if self.rows is None:
+            token_ids[: len(self.tokens)] = self.tokens
+        else:
+            token_ids.index_copy_(0, self.rows, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +169,9 @@ class Batch:
     compress: dict[int, CompressFacts]  # ratio -> facts
     tables: dict[str, Tensor]  # for `lists`: whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
     entries: dict[str, Tensor]  # for `groups`: whole-context kinds -> [layers, S, entries] int32 slots, -1 after the last
-    engram_rows: Tensor | None  # [engram layers, T, columns] int64 on the CPU, rows of the n-gram tables; None: there are none
+    engram_rows: (
+        Tensor | None
+    )  # [engram layers, T, columns] int64 where the hash is, rows of the n-gram tables; None: there are none
 
     @property
     def of_tokens(self) -> TokenFacts:
@@ -174,13 +192,15 @@ def build_batch(
     logit_rows: list[int],
     device: torch.device,
     ngrams: NgramHash | None = None,
+    drawn: Drawn | None = None,
     *,
     as_lists: bool = False,
 ) -> Batch:
     """Facts for computing `chunks`; every chunk's pages are allocated, chunks of one token come first.
 
     Args:
-        ngrams: the hash of a model with n-gram tables.
+        ngrams: the hash of a model with n-gram tables; with `drawn` on `device`.
+        drawn: tokens that are missing in `chunks`.
         as_lists: whether queries are described by `lists`, as kernels take them, or by `groups`, as the reference does.
     """
     offsets = np.array([0, *accumulate(len(c.token_ids) for c in chunks)])
@@ -190,10 +210,13 @@ def build_batch(
     turned = [positions, *(_joined(entries) * r for r, entries in completed.items())]  # positions whose rotations layers need
     rope, *of_entries = rope_table(_tensor(_joined(turned), device), config.rope_compress).split_with_sizes([*map(len, turned)])
     positions_t = _tensor(positions, device)
+    token_ids = _tensor(_joined([np.array(c.token_ids, np.int64) for c in chunks]), device)
+    if drawn is not None:
+        drawn.put(token_ids)
     whole = {n: s for n, s in cache.specs.items() if s.lifetime == "context"}
     tables = {n: _stack_tables(n, s, chunks, device) for n, s in whole.items()} if as_lists else {}
     return Batch(
-        token_ids=_tensor(_joined([np.array(c.token_ids, np.int64) for c in chunks]), device),
+        token_ids=token_ids,
         positions=positions_t,
         logit_rows=_tensor(np.array(logit_rows, np.int64), device),
         rope={"main": rope_table(positions_t, config.rope_main), "compress": rope},
@@ -206,7 +229,7 @@ def build_batch(
         },
         tables=tables,
         entries={} if as_lists else {n: _entries(s, chunks, device) for n, s in whole.items()},
-        engram_rows=None if ngrams is None else engram_rows(ngrams, chunks),
+        engram_rows=None if ngrams is None else engram_rows(ngrams, chunks, drawn),
     )
 
 
@@ -225,8 +248,12 @@ def _joined(parts: list[np.ndarray], axis: int = 0) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
 
 
-def engram_rows(ngrams: NgramHash, chunks: list[Chunk]) -> Tensor:
-    return ngrams.rows(torch.cat([_recent(chunk, ngrams.history) for chunk in chunks]))
+def engram_rows(ngrams: NgramHash, chunks: list[Chunk], drawn: Drawn | None = None) -> Tensor:
+    """As `Batch.engram_rows`; no token of the step comes behind one that is `drawn`."""
+    recent = _tensor(torch.cat([_recent(chunk, ngrams.history) for chunk in chunks]).numpy(), ngrams.device)
+    if drawn is not None:
+        drawn.put(recent[:, 0])
+    return ngrams.rows(recent)
 
 
 def _recent(chunk: Chunk, history: int) -> Tensor:

@@ -44,6 +44,10 @@ class NgramHash:
         """Ids before a token that its rows depend on."""
         return self.multipliers.shape[1] - 1
 
+    @property
+    def device(self) -> torch.device:
+        return self.token_map.device
+
     def to(self, device: torch.device) -> NgramHash:
         token_map, multipliers, primes, offsets = (
             part.to(device) for part in (self.token_map, self.multipliers, self.primes, self.offsets)
