@@ -65,6 +65,9 @@ class Decoder:
         if self._hash is None:
             self._table_rows = model.empty_table_rows(max_num_seqs)
         self._logits = torch.zeros(max_num_seqs, config.vocab_size, device=device)
+        self._largest = torch.zeros(2 * max_num_seqs, dtype=torch.int64, device=device)  # of `argmax` [2, rows of the shape]
+        self._given: Tensor | None = None  # logits of the last call
+        self._rows = 0  # of its shape
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self.memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of all graphs: no two run at a time
 
@@ -73,11 +76,11 @@ class Decoder:
         self._graphs.clear()
 
     def takes(self, chunks: list[Chunk]) -> bool:
-        """Whether a step of these is one of single tokens that fits the largest shape."""
+        """Whether a step of these, single tokens first, has no others and fits the largest shape."""
         return (
             len(chunks) <= self.batches[-1]
-            and all(len(c.token_ids) == 1 for c in chunks)
-            and all(c.end <= self.capacities[-1] for c in chunks)
+            and all(len(c.token_ids) == 1 for c in chunks[-1:])
+            and max((c.start for c in chunks), default=0) < self.capacities[-1]
         )
 
     @torch.inference_mode()
@@ -89,11 +92,17 @@ class Decoder:
         if self.ngrams is not None and self._table_rows and chunks:
             for layer, read in self.model.read_tables(engram_rows(self.ngrams, chunks)).items():
                 self._table_rows[layer][: len(chunks)].copy_(read)
-        longest = max((c.end for c in chunks), default=1)
+        longest = 1 + max((c.start for c in chunks), default=0)
         own = next(n for n in self.batches if n >= len(chunks)), next(n for n in self.capacities if n >= longest)
         common = self.model.comm.enter(own[0], own)
-        self._launch(common or own, common is not None, chunks, drawn)
-        return self._logits[: len(chunks)]
+        shape = common or own
+        self._launch(shape, common is not None, chunks, drawn)
+        self._given, self._rows = self._logits[: len(chunks)], shape[0]
+        return self._given
+
+    def argmax(self, logits: Tensor) -> Tensor | None:
+        """As of `abyssal.ops`, where a call has just given these `logits`, until the next: the graph has it in it. None: they are others."""
+        return self._largest[: 2 * self._rows].view(2, -1)[:, : len(logits)] if logits is self._given else None
 
     @torch.inference_mode()
     def idle(self, shape: Shape) -> None:
@@ -131,6 +140,7 @@ class Decoder:
         batch = self.facts.batch(DecodeInputs(tokens[0], *facts), capacity)
         join()
         self._logits[:count] = self.model.compute(batch, self.cache, table_rows)
+        self._largest[: 2 * count].view(2, count).copy_(self.model.ops.argmax(self._logits[:count]))
 
     def _captured(self, count: int, capacity: int) -> torch.cuda.CUDAGraph:
         """The graph of a shape. What runs before the capture has no sequences, so it leaves the caches alone."""

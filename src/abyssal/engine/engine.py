@@ -408,12 +408,14 @@ class Engine:
 
         What a sequence alone broke has to show at once.
         """
-        return (
-            (self.runner.decoder is not None or self.runner.device.type == "cuda")
-            and all(seq.sampler.is_plain for seq, count in scheduled if seq.draws(count))
-            and not any(_prompt_positions(seq, seq.num_computed, seq.num_computed + count) for seq, count in scheduled)
-            and not (self.runner.needs_tokens and any(seq.is_drawing for seq, _ in scheduled))
-        )
+        if self.runner.decoder is None and self.runner.device.type == "cpu":
+            return False
+        for seq, count in scheduled:
+            if seq.draws(count) and not seq.sampler.is_plain:
+                return False
+            if _prompt_positions(seq, seq.num_computed, seq.num_computed + count):
+                return False
+        return not (self.runner.needs_tokens and any(seq.is_drawing for seq, _ in scheduled))
 
     def _launch(self, scheduled: Scheduled) -> list[RequestUpdate]:
         """Launch a step, then wait for the one before, from which it takes its tokens."""
@@ -428,16 +430,17 @@ class Engine:
     def _take_off(self, scheduled: Scheduled, before: Flight | None) -> Flight:
         begun = time.perf_counter()
         drawn = None if before is None else before.drawn_for([seq for seq, _ in scheduled])
-        ends = [*accumulate(count for _, count in scheduled)]
-        drawing = [(seq, end - 1) for (seq, count), end in zip(scheduled, ends, strict=True) if seq.draws(count)]
-        sequences = [seq for seq, _ in drawing]
-        logits = self._forward(scheduled, self._chunks(scheduled), [row for _, row in drawing], drawn)
-        result = torch.empty(2, 0, dtype=torch.int64, device=logits.device)
-        if drawing:
-            ahead = [int(seq.is_drawing) for seq in sequences]
-            result = sample_plain(logits, [seq.sampler for seq in sequences], ahead, self.runner.ops.argmax)
-        indices = [seq.num_computed + count for seq, count in scheduled if seq.draws(count)]
-        flight = Flight.launched(sequences, indices, ends[-1], begun, result)
+        sequences, indices, rows, num_tokens = [], [], [], 0
+        for seq, count in scheduled:
+            num_tokens += count
+            if seq.draws(count):
+                sequences.append(seq)
+                indices.append(seq.num_computed + count)
+                rows.append(num_tokens - 1)
+        logits = self._forward(scheduled, self._chunks(scheduled), rows, drawn)
+        ahead = [index - len(seq.token_ids) for seq, index in zip(sequences, indices, strict=True)]
+        result = sample_plain(logits, [seq.sampler for seq in sequences], ahead, self.runner.argmax)
+        flight = Flight.launched(sequences, indices, num_tokens, begun, result)
         self._advance(scheduled)
         return flight
 
@@ -451,11 +454,13 @@ class Engine:
         if flight.num_tokens > len(flight.sequences):
             self.swap.measure_step(flight.num_tokens, now - max(flight.begun, self._landed_at))
         self._landed_at = now
-        updates = []
+        updates, going_on = [], []
         for seq, index, token, is_usable in zip(flight.sequences, flight.indices, tokens, usable, strict=True):
             if self._is_unfinished(seq) and len(seq.token_ids) == index:
-                updates.append(self._take(seq, SampledToken(token) if is_usable else unusable()))
-        self._settle([(seq, 1) for seq in flight.sequences if self._is_unfinished(seq) and seq.is_drawing])
+                updates.append(update := self._take(seq, SampledToken(token) if is_usable else unusable()))
+                if seq.is_drawing and update.finish_reason is None:
+                    going_on.append((seq, 1))
+        self._settle(going_on)
         return updates
 
     def _land_between_steps(self) -> None:
@@ -516,10 +521,13 @@ class Engine:
 
     def _advance(self, scheduled: Scheduled) -> None:
         """A step has been launched: it counts as computed."""
+        known = []
         for seq, count in scheduled:
-            self._prompt_tokens += max(0, min(seq.num_computed + count, len(seq.request.prompt_ids)) - seq.num_computed)
+            self._prompt_tokens += max(0, min(count, len(seq.request.prompt_ids) - seq.num_computed))
             seq.num_computed += count
-        self._settle([(seq, count) for seq, count in scheduled if seq.num_computed <= len(seq.token_ids)])
+            if seq.num_computed <= len(seq.token_ids):
+                known.append((seq, count))
+        self._settle(known)
 
     def _settle(self, computed: Scheduled) -> None:
         """Keep the complete blocks of sequences of which a step computed so many tokens, all known by now, and return unneeded pages."""
@@ -537,17 +545,17 @@ class Engine:
         seq.token_ids.append(token.token_id)
         seq.sampler.append(token.token_id)
         self._generation_tokens += 1
-        if seq.num_output == 1:
+        is_first = seq.num_output == 1
+        if is_first:
             self._cached_tokens += seq.num_cached
         reason, stop_id = self._finish_reason(seq, token.token_id)
         if reason is not None:
             self._end(seq)
-        asked = seq.request.params.prompt_logprobs is not None and seq.num_output == 1
         return RequestUpdate(
             seq.request.request_id,
             [token.token_id],
             None if token.logprobs is None else [token.logprobs],
-            [None, *seq.prompt_logprobs] if asked else None,
+            [None, *seq.prompt_logprobs] if is_first and seq.request.params.prompt_logprobs is not None else None,
             reason,
             stop_id,
             num_cached_tokens=seq.num_cached,

@@ -26,8 +26,9 @@ class Flight:
 
     @classmethod
     def launched(cls, sequences: list[Sequence], indices: list[int], num_tokens: int, begun: float, result: Tensor) -> Flight:
-        """`result`: as `sample_plain` returns it."""
+        """`result`: as `sample_plain` returns it; the step after may write where it lies."""
         if not result.is_cuda:
+            result = result.clone()
             return cls(sequences, indices, num_tokens, begun, result[0], result, None)
         host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
         host.copy_(result, non_blocking=True)
@@ -38,12 +39,13 @@ class Flight:
     def drawn_for(self, sequences: list[Sequence]) -> Drawn | None:
         """What the step after, of `sequences`, takes of this one's tokens; None: nothing. It computes a single token of each that does, and
         of each in front of it."""
-        place = {seq: i for i, seq in enumerate(self.sequences)}
-        found = [(row, place[seq]) for row, seq in enumerate(sequences) if seq.is_drawing]
-        if not found:
+        taking = [row for row, seq in enumerate(sequences) if seq.is_drawing]
+        if not taking:
             return None
-        if len(found) == len(sequences) and sequences == self.sequences:
+        if len(taking) == len(sequences) and sequences == self.sequences:
             return Drawn(self._tokens, None)
+        place = {seq: i for i, seq in enumerate(self.sequences)}
+        found = [(row, place[sequences[row]]) for row in taking]
         rows, places = staged(np.array(found).T.copy(), self._tokens.device).to(self._tokens.device, non_blocking=True)
         return Drawn(self._tokens.index_select(0, places), rows)
 

@@ -115,6 +115,11 @@ class Runner:
             return self.decoder(chunks, drawn)
         return self._compute(chunks, self.cache, logit_rows, after_layer, drawn)
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        """As of `abyssal.ops`; of the latest logits it may be known already."""
+        known = None if self.decoder is None else self.decoder.argmax(logits)
+        return self.ops.argmax(logits) if known is None else known
+
     def _compute(
         self,
         chunks: list[Chunk],

@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ _NO_LIMIT = 1 << 40  # a top_k beyond every vocabulary
 _ROWS_PER_SLICE = 64  # rows scored at once: [64, 129280] fp32 is 33 MB
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """One row's outcome. With `error` set the request cannot go on, and `token_id` is -1."""
 
     token_id: int
@@ -71,6 +70,7 @@ class SamplerState:
         self.params = params
         self.prompt_ids = prompt_ids
         self.mask = mask
+        self._always_edits = bool(params.logit_bias) or self._penalises or mask is not None
         self.output_ids: list[int] = []
         for token in output_ids:
             self.append(token)
@@ -88,7 +88,7 @@ class SamplerState:
 
     @property
     def edits_logits(self) -> bool:
-        return bool(self.params.logit_bias) or self._masks_endings or self._penalises or self.mask is not None
+        return self._always_edits or self._masks_endings
 
     def edit(self, logits: Tensor) -> None:
         """Apply bias, min_tokens, penalties and the mask to one row fp32 [V], in place."""

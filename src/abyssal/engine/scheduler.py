@@ -61,9 +61,8 @@ class Scheduler:
         single = [seq for seq in self.running if seq.num_remaining == 1][: self.budget.tokens]
         if self.cache.allocate_next([seq.cache for seq in single], [seq.num_computed for seq in single]):
             plan |= dict.fromkeys(single, 1)
-        for seq in sorted(self.running, key=lambda s: s.num_remaining > 1):
-            if seq in plan:
-                continue
+        others = [seq for seq in self.running if seq not in plan]
+        for seq in sorted(others, key=lambda s: s.num_remaining > 1):
             count = self._fit(seq, plan) if seq in self.running else 0  # a sequence before it may have pushed it out
             if not count:
                 continue

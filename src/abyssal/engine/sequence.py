@@ -37,9 +37,8 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens that can be computed next; the one under way among them, unless it is the last."""
-        if self.is_drawing:
-            return int(self.num_output + 1 < self.max_new_tokens)
-        return len(self.token_ids) - self.num_computed
+        known = len(self.token_ids) - self.num_computed
+        return known or int(self.num_output + 1 < self.max_new_tokens)
 
     def draws(self, count: int) -> bool:
         """Whether a step of its next `count` tokens draws the one behind them."""

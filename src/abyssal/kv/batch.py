@@ -6,8 +6,10 @@ queries form one rectangular group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,14 +26,13 @@ SCORE_BYTES = 256 << 20  # of index scores computed at once
 QUERY_TILE = 64  # queries of one sequence that share a gather of their window; 32 and 128 measured slower on CPU
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, start + len(token_ids)) of one sequence, to be computed in this step."""
 
     token_ids: list[int]  # UNKNOWN for one of `Drawn`
     start: int
     cache: SequenceCache
-    before: list[int] = field(default_factory=list)  # the ids in front of `start` that n-gram hashes look back to
+    before: Sequence[int] = ()  # the ids in front of `start` that n-gram hashes look back to
 
     @property
     def end(self) -> int:

@@ -47,7 +47,9 @@ class DecodeTables:
         self.all_pages = torch.full((ends[-1],), NO_PAGE, dtype=torch.int32, device=device)
         parts = dict(zip(shapes, pairwise(ends), strict=True))
         self.starts = {n: start for n, (start, _) in parts.items()}
+        self._known = host  # what the device has
         self._host = {n: host[start:end].reshape(shapes[n]) for n, (start, end) in parts.items()}
+        self._layers = {n: np.arange(s, e, math.prod(shapes[n][1:])) for n, (s, e) in parts.items()}  # where each begins
         self.pages = {
             n: self.all_pages[start:end].view(shapes[n]) for n, (start, end) in parts.items()
         }  # [layers, rows, columns]
@@ -64,21 +66,24 @@ class DecodeTables:
         rows = [self._rows.get(id(cache), -1) for cache in caches]
         if -1 in rows:
             self._give_rows(caches, rows)
-        parts = []
-        added: dict[str, list[tuple[int, int, np.ndarray]]] = {}  # kind -> row, block, its pages [layers]
+        places: list[np.ndarray] = []  # in `all_pages`
+        pages: list[np.ndarray] = []  # that belong there
         for cache, row in zip(caches, rows, strict=True):
+            if not cache.changed:
+                continue
             for name, first in cache.changed.items():
-                table = cache.tables[name]
+                table, columns = cache.tables[name], self._host[name].shape[2]
                 if first == ALL:
-                    parts.append(self._replace(name, row, table))
-                else:
-                    oldest = max(first, table.first_block, table.end_block - self.pages[name].shape[2])
-                    new = range(oldest, table.end_block)
-                    added.setdefault(name, []).extend((row, b, table.pages[:, b - table.first_block]) for b in new)
+                    self._replace(name, row, table, places, pages)
+                else:  # what a window leaves behind may stay: a column is read for the blocks that a sequence holds
+                    for block in range(max(first, table.first_block, table.end_block - columns), table.end_block):
+                        places.append(self._layers[name] + (row * columns + block % columns))
+                        pages.append(table.pages[:, block - table.first_block])
             cache.changed.clear()
-        parts += [self._add(name, blocks) for name, blocks in added.items() if blocks]
-        if parts:
-            sent = staged(np.concatenate(parts, axis=1), self.device).to(self.device, non_blocking=True)
+        if places:
+            changes = np.stack((np.concatenate(places), np.concatenate(pages)))
+            self._known[changes[0]] = changes[1]
+            sent = staged(changes, self.device).to(self.device, non_blocking=True)
             self.all_pages.index_copy_(0, sent[0], sent[1].int())
         return rows
 
@@ -93,23 +98,8 @@ class DecodeTables:
                 self._rows[id(cache)] = rows[i]
                 cache.changed.update(dict.fromkeys(self.specs, ALL))
 
-    def _add(self, name: str, blocks: list[tuple[int, int, np.ndarray]]) -> np.ndarray:
-        """Note new blocks of several rows -> int64 [2, n], places in `all_pages` and the pages that belong there.
-
-        What a window leaves behind may stay: a column is read for the blocks that a sequence holds.
-        """
-        known = self._host[name]
-        rows, numbers, pages = zip(*blocks, strict=True)
-        row, column = np.array(rows), np.array(numbers) % known.shape[2]
-        known[:, row, column] = own = np.stack(pages, axis=1)  # [layers, n]
-        layer = np.arange(len(known))[:, None]
-        return np.stack((self._place(name, layer, row, column).ravel(), own.ravel()))
-
-    def _place(self, name: str, layer: np.ndarray, row: np.ndarray | int, column: np.ndarray) -> np.ndarray:
-        return self.starts[name] + (layer * (self.empty_row + 1) + row) * self.pages[name].shape[2] + column
-
-    def _replace(self, name: str, row: int, table: PageTable) -> np.ndarray:
-        """Bring a row to the state of `table` -> int64 [2, n], places in `all_pages` that differ and the pages that belong there."""
+    def _replace(self, name: str, row: int, table: PageTable, places: list[np.ndarray], pages: list[np.ndarray]) -> None:
+        """Add what brings a row to the state of `table`: the places that differ, and the pages that belong there."""
         known = self._host[name][:, row]  # [layers, columns]
         columns = known.shape[1]
         wanted = np.full(known.shape, NO_PAGE, np.int32)
@@ -119,8 +109,8 @@ class DecodeTables:
         else:
             wanted[:, table.first_block : table.end_block] = table.pages
         layer, column = (known != wanted).nonzero()
-        known[...] = wanted
-        return np.stack((self._place(name, layer, row, column), wanted[layer, column]))
+        places.append(self._layers[name][layer] + (row * columns + column))
+        pages.append(wanted[layer, column])
 
 
 def _columns(spec: CacheSpec, max_tokens: int) -> int:

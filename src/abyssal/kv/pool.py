@@ -81,13 +81,16 @@ class PagePool:
     def _change(self, pages: np.ndarray, holders: int, kept: int) -> int:
         """`pages`: held by somebody, any shape, no page twice."""
         pages = pages.ravel()
-        idle_before = self._holders[pages] == self._kept[pages]
-        self._holders[pages] += holders
-        self._kept[pages] += kept
-        idle = self._holders[pages] == self._kept[pages]
-        freed = pages[self._holders[pages] == 0]
+        held, keeps = self._holders[pages], self._kept[pages]
+        num_idle = np.count_nonzero(held == keeps)
+        held += holders
+        self._holders[pages] = held
+        if kept:
+            keeps += kept
+            self._kept[pages] = keeps
+        freed = pages[held == 0]
         self._free.extend(freed[::-1].tolist())
-        change = int(np.count_nonzero(idle) - np.count_nonzero(idle_before))
+        change = int(np.count_nonzero(held == keeps) - num_idle)
         self.num_idle += change - len(freed)
         return -change
 
@@ -410,8 +413,9 @@ class KVCache:
         dropped: dict[str, list[np.ndarray]] = {}
         for seq, end in zip(seqs, ends, strict=True):
             for name in self._leaving[(end - 1) % BLOCK_TOKENS]:
-                table = seq.tables[name]
-                if (count := self.specs[name].blocks(end).start - table.first_block) > 0 and table.pages.shape[1]:
+                table, spec = seq.tables[name], self.specs[name]
+                count = spec.first_kept(end) // spec.ratio // spec.entries_per_page - table.first_block
+                if count > 0 and table.pages.shape[1]:
                     dropped.setdefault(name, []).append(_cut_front(table, count))
         for name, parts in dropped.items():
             pages = np.concatenate(parts, axis=1)
