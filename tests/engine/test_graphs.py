@@ -257,6 +257,46 @@ def test_steps_launched_ahead_with_aborts(backend: str, recall: Documents, monke
             assert len(tokens) < 64 if name in doomed.values() else len(tokens) == 64
 
 
+@pytest.mark.parametrize("name", ["v4-flash", "v4.1-flash"])
+def test_chunks_beside_tokens_are_launched_ahead(
+    name: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In batch-invariant mode: prompts that come one after another, greedy and sampled, as where each step is waited for."""
+    generator = torch.Generator().manual_seed(1)
+    requests = {
+        f"r{i}": (
+            torch.randint(0, 512, (n,), generator=generator).tolist(),
+            SamplingParams(temperature=i % 2, seed=i, max_tokens=3 + 7 * (i + 5) % 40, ignore_eos=True),
+        )
+        for i, n in enumerate((40, 300, 1, 129, 513, 2, 250, 31, 190, 3))
+    }
+    options = {"device": "cuda", "dtype": "bfloat16", "backend": backend, "batch_invariant": True, "max_num_batched_tokens": 64}
+    engine = slice_engine(name, small_slice(name, tmp_path), **options)
+    assert not engine.runner.needs_tokens
+    mixed, takes_off = [], Engine._take_off
+
+    def record(self: Engine, scheduled: Any, before: Any) -> Any:
+        mixed.append(before is not None and len({count for _, count in scheduled}) > 1)
+        return takes_off(self, scheduled, before)
+
+    monkeypatch.setattr(Engine, "_take_off", record)
+    got = []
+    for waits in (False, False, True):
+        if waits:
+            monkeypatch.setattr(Engine, "_can_fly", lambda *_: False)
+        left = list(requests)
+
+        def come(step: int, left: list[str] = left) -> None:
+            if left and step % 4 == 0:
+                engine.add(EngineRequest(left[0], *requests[left.pop(0)]))
+
+        come(0)
+        got.append(drain(engine, come))
+        assert not left
+        assert_drained(engine)
+    assert got[0] == got[1] == got[2] and got[0].keys() == requests.keys() and sum(mixed) > 20
+
+
 def test_n_gram_tables_are_read_inside_of_a_graph(backend: str, tmp_path: Path) -> None:
     """From host memory, by steps launched ahead: the tokens of steps for which the host reads them from disk, and of no graphs.
 
