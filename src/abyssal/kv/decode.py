@@ -68,6 +68,7 @@ class DecodeTables:
             self._give_rows(caches, rows)
         places: list[np.ndarray] = []  # in `all_pages`
         pages: list[np.ndarray] = []  # that belong there
+        added: dict[str, tuple[list[int], list[np.ndarray]]] = {}  # kind -> places in its first layer, pages [layers] of each
         for cache, row in zip(caches, rows, strict=True):
             if not cache.changed:
                 continue
@@ -76,10 +77,14 @@ class DecodeTables:
                 if first == ALL:
                     self._replace(name, row, table, places, pages)
                 else:  # what a window leaves behind may stay: a column is read for the blocks that a sequence holds
+                    where, own = added.setdefault(name, ([], []))
                     for block in range(max(first, table.first_block, table.end_block - columns), table.end_block):
-                        places.append(self._layers[name] + (row * columns + block % columns))
-                        pages.append(table.pages[:, block - table.first_block])
+                        where.append(row * columns + block % columns)
+                        own.append(table.pages[:, block - table.first_block])
             cache.changed.clear()
+        for name, (where, own) in added.items():
+            places.append((np.array(where, np.int64)[:, None] + self._layers[name]).ravel())
+            pages += own
         if places:
             changes = np.stack((np.concatenate(places), np.concatenate(pages)))
             self._known[changes[0]] = changes[1]
