@@ -37,10 +37,9 @@ TOKENS = 24  # generated per measured request
 class TimedPrefillEngine(PrefillEngine):
     first_token: dict[str, float]
 
-    def _commit(self, *arguments: Any) -> RequestUpdate | None:
-        update = super()._commit(*arguments)
-        if update is not None:
-            self.first_token[update.request_id] = time.monotonic()
+    def _take(self, *arguments: Any) -> RequestUpdate:
+        update = super()._take(*arguments)
+        self.first_token[update.request_id] = time.monotonic()
         return update
 
 

@@ -37,8 +37,10 @@ class Flight:
         return cls(sequences, indices, num_tokens, begun, result[0], host, done)
 
     def drawn_for(self, sequences: list[Sequence]) -> Drawn | None:
-        """What the step after, of `sequences`, takes of this one's tokens; None: nothing. It computes a single token of each that does, and
-        of each in front of it."""
+        """What the step after, of `sequences`, takes of this one's tokens; None: nothing.
+
+        It computes a single token of each that takes one, and of each in front of it.
+        """
         taking = [row for row, seq in enumerate(sequences) if seq.is_drawing]
         if not taking:
             return None
