@@ -527,8 +527,9 @@ def _moe_product_sm90(
     of_rows = gl.allocate_shared_memory(gl.float32, [2, TOKENS], PLAIN_ROW)
     sources = gl.allocate_shared_memory(gl.int32, [TOKENS], PLAIN_ROW)
     tokens = Tokens(sources, rows, of_rows, allocate_barriers(2, 1), allocate_barriers(2, 2))
-    magnitudes = gl.allocate_shared_memory(gl.int32, [4, TOKENS // 2], PLAIN_ROW)
-    largest = Largest(magnitudes, allocate_barriers(2, 2))
+    largest = Largest(sources, tokens.full)  # not used
+    if TILE == 128:
+        largest = Largest(gl.allocate_shared_memory(gl.int32, [4, TOKENS // 2], PLAIN_ROW), allocate_barriers(2, 2))
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
