@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from abyssal import LLM, SamplingParams
 from tests.model.test_golden import Golden
 from tests.model.test_recall import recalled
+from tests.support.late import at_worst, one_by_one
 from tests.support.stepping import Side
 
 pytestmark = pytest.mark.gpu
@@ -127,3 +129,28 @@ def test_kernels_together_as_alone(backend: str, batch_invariant: bool, document
     together.llm.close()
     means = torch.stack([rows.mean() for rows in divergences])
     assert torch.cat(divergences).mean() < 0.005, means
+
+
+@pytest.mark.parametrize("name", ["v4_mix_h512", "v41_h512"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_do_not_depend_on_when_kernels_start(backend: str, name: str, goldens: Callable[[str], Path]) -> None:
+    """Chunks of prompts, single tokens, and both in one step: each launch alone, and all behind each other over late poison."""
+    golden = Golden(goldens(name))
+    ids, _ = golden.prompts[640]
+    prompts = [ids, ids[100:500], ids[300:]]
+    steps = [[200, 100, 5], [1, 1, 1], [300, 1, 20], [100, 250, 200], *[[1, 1, 1]] * 4]
+    options = {"device": "cuda", "dtype": "bfloat16", "backend": backend, "kv_cache_bytes": CACHE_BYTES}
+    options["enable_cuda_graphs"] = False
+
+    def logits(around: Callable[[], AbstractContextManager[None]]) -> list[dict[tuple[int, int], Tensor]]:
+        side, rows = Side(golden.folder, prompts, **options), []
+        for counts in steps:
+            with around():
+                rows.append(side.step(counts))
+        side.llm.close()
+        return rows
+
+    expected = logits(one_by_one)
+    for number, (step, wanted) in enumerate(zip(logits(at_worst), expected, strict=True)):
+        wrong = [place for place, row in step.items() if not torch.equal(row, wanted[place])]
+        assert not wrong, f"step {number}, {steps[number]}: {len(wrong)} of {len(step)} rows differ, {wrong[:4]}"
