@@ -45,6 +45,7 @@ def test_a_kernel_that_does_not_wait_is_found(late: str, waits: bool) -> None:
     x = torch.full((1024,), float("nan") if late == "input" else 3.0, device="cuda")
     three = late_fill(torch.empty_like(x), THREES)[0].item()
     out = torch.empty_like(x)
+    double_kernel[(1,)](x, out, WAIT=waits, launch_pdl=True)  # compiles it, which takes longer than the GPU sleeps
     for _ in range(3):
         x.fill_(float("nan") if late == "input" else three)
         with all_at_once():
@@ -56,6 +57,7 @@ def test_a_kernel_that_does_not_wait_is_found(late: str, waits: bool) -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_outputs_of_the_package_are_poisoned_late(waits: bool) -> None:
     x = torch.ones(1024, device="cuda")
+    double_kernel[(1,)](x, torch.empty_like(x), WAIT=waits, launch_pdl=True)  # see above
     inside = {"__name__": "abyssal.probe", "torch": torch, "x": x}
     with late_poison(), all_at_once():
         out = eval("torch.empty_like(x)", inside)
