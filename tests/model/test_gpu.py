@@ -139,9 +139,9 @@ def test_kernels_together_as_alone(backend: str, batch_invariant: bool, document
 def test_steps_do_not_depend_on_when_kernels_start(
     backend: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks, and few and single tokens, by every kind of layer: each launch alone, and all behind each other over late poison."""
+    """A chunk, few and single tokens, by every kind of layer: each launch alone, and all behind each other over late poison."""
     folder = small_slice(name, tmp_path, hidden_size=512, moe_intermediate_size=256)
-    sizes = [300, 1, 1, 3, 16, 200, 40, *[1] * 5]
+    sizes = [300, 1, 1, 7, *[1] * 5]
     ids = torch.randint(0, 512, (sum(sizes),), generator=torch.Generator().manual_seed(0)).tolist()
     options = {
         "device": "cuda",
@@ -151,7 +151,7 @@ def test_steps_do_not_depend_on_when_kernels_start(
         "enable_cuda_graphs": False,
     }
     compute, got = Model.compute, []
-    for around in (one_by_one, at_worst, at_worst):
+    for around in (one_by_one, at_worst):
 
         def within(*args: Any, around: Callable[[], AbstractContextManager[None]] = around, **kwargs: Any) -> Tensor:
             with around():
@@ -160,6 +160,5 @@ def test_steps_do_not_depend_on_when_kernels_start(
         monkeypatch.setattr(Model, "compute", within)
         got.append(slice_engine(name, folder, **options).score(ids, sizes, list(range(len(ids)))))
     assert got[0].isfinite().all()
-    for logits in got[1:]:
-        wrong = (logits != got[0]).any(1).nonzero()
-        assert len(wrong) == 0, f"{len(wrong)} of {len(ids)} rows differ, from {int(wrong[0])} on"
+    wrong = (got[1] != got[0]).any(1).nonzero()
+    assert len(wrong) == 0, f"{len(wrong)} of {len(ids)} rows differ, from {int(wrong[0])} on"

@@ -51,11 +51,11 @@ def crowd_kernel(nanoseconds):
     _spin(nanoseconds * (tl.program_id(0) % 8 + 1) // 8)
 
 
-def late_fill(tensor: Tensor, value: int) -> Tensor:
-    """Fill a contiguous tensor's bytes with `value`; a kernel launched early behind this starts before."""
+def late_fill(tensor: Tensor, value: int, nanoseconds: int = LATE) -> Tensor:
+    """Fill a contiguous tensor's bytes with `value`, so late; a kernel launched early behind this starts before."""
     data = tensor.view(-1).view(torch.uint8)[:POISON_LIMIT]
     programs = min(32, triton.cdiv(len(data), 4096))
-    late_fill_kernel[(programs,)](data, len(data), value, LATE, WIDTH=4096, num_warps=4, launch_pdl=True)
+    late_fill_kernel[(programs,)](data, len(data), value, nanoseconds, WIDTH=4096, num_warps=4, launch_pdl=True)
     return tensor
 
 

@@ -40,29 +40,27 @@ def double_kernel(x, out, WAIT: tl.constexpr):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("late", ["input", "output"])
+@pytest.mark.parametrize("late", ["input", "output", "of the package"])
 def test_a_kernel_that_does_not_wait_is_found(late: str, waits: bool) -> None:
-    x = torch.full((1024,), float("nan") if late == "input" else 3.0, device="cuda")
-    three = late_fill(torch.empty_like(x), THREES)[0].item()
-    out = torch.empty_like(x)
-    double_kernel[(1,)](x, out, WAIT=waits, launch_pdl=True)  # compiles it, which takes longer than the GPU sleeps
-    for _ in range(3):
-        x.fill_(float("nan") if late == "input" else three)
-        with all_at_once():
-            late_fill(x if late == "input" else out, THREES if late == "input" else 0xFF)
-            double_kernel[(1,)](x, out, WAIT=waits, launch_pdl=True)
-        assert torch.equal(out, torch.full_like(out, 2 * three)) == waits
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_outputs_of_the_package_are_poisoned_late(waits: bool) -> None:
-    x = torch.ones(1024, device="cuda")
-    double_kernel[(1,)](x, torch.empty_like(x), WAIT=waits, launch_pdl=True)  # see above
+    """In one of ten attempts, should the host be held up for longer than the GPU is; one that waits is right in each."""
+    three = late_fill(torch.empty(1, device="cuda"), THREES).item()
+    x, out = torch.full((1024,), three, device="cuda"), torch.empty(1024, device="cuda")
     inside = {"__name__": "abyssal.probe", "torch": torch, "x": x}
-    with late_poison(), all_at_once():
-        out = eval("torch.empty_like(x)", inside)
-        double_kernel[(1,)](x, out, WAIT=waits, launch_pdl=True)
-    assert out.isnan().all() != waits
+    double_kernel[(1,)](x, out, WAIT=waits, launch_pdl=True)  # compiles it
+    right = []
+    for _ in range(10):
+        if late == "input":
+            x.fill_(float("nan"))
+        with all_at_once(), late_poison():
+            if late == "of the package":
+                out = eval("torch.empty_like(x)", inside)
+            else:
+                late_fill(*((x, THREES) if late == "input" else (out, 0xFF)), nanoseconds=20_000_000)
+            double_kernel[(1,)](x, out, WAIT=waits, launch_pdl=True)
+        right.append(torch.equal(out, torch.full_like(out, 2 * three)))
+        if not right[-1]:
+            break
+    assert all(right) == waits
 
 
 Run = Callable[[], Sequence[Tensor]]
