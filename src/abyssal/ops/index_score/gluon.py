@@ -937,16 +937,16 @@ class ScoreConfig:
     registers: int  # per thread at launch, half of what the scoring warps get
 
 
-def score_config(layout: str, b: int, heads: int, multiprocessors: int) -> ScoreConfig:
+def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
     """As many programs as registers hold: one converts and sums beside another's products.
 
     With 64 heads scoring threads need 136 registers, so a fourth program would spill: 13.6 in place of 10.6 us for 262,144 keys of index_fp8.
-    With fewer heads mxfp4 keys are used up so fast that rings of 4 stages gain: 22.7 in place of 23.5 us for 1,048,576 keys.
+    One query has rings of 2 stages, as its keys of 4 would hold up the queries: 9.2 in place of 8.3 us for 262,144 cold keys of index_mxfp4
+    with 32 heads, though 22.9 in place of 23.5 for 1,048,576.
     """
     queries = min(4, next_power_of_2(b))
     copies = 2 if queries > 1 else 3 if heads == 64 else 4
-    stages = 4 if queries > 1 or (layout == "index_mxfp4" and heads < 64) else 2
-    return ScoreConfig(copies * multiprocessors, queries, stages, registers=256 // copies // 8 * 8)
+    return ScoreConfig(copies * multiprocessors, queries, stages=2 if queries == 1 else 4, registers=256 // copies // 8 * 8)
 
 
 def _descriptors(pool: Tensor, key_words: int, entries_per_page: int) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -988,7 +988,7 @@ def index_score(
     if out.numel() == 0:
         return out
     assert out.is_contiguous() and out.shape == (n, b, num_entries)
-    config = config or score_config(layout.name, b, heads, multiprocessors(q.device, interpreted=2))
+    config = config or score_config(b, heads, multiprocessors(q.device, interpreted=2))
     rows = n * -(-b // config.queries)
     keys, scales = _descriptors(pool, 32 if layout.name == "index_fp8" else 16, entries_per_page)
     _index_score_kernel_sm90[(config.programs,)](
@@ -1043,7 +1043,7 @@ def aot_cases() -> list[AotCase]:
                 "QUERIES": queries,
                 "MAXIMA": True,
                 "TILES": 1,
-                "STAGES": score_config(layout, queries, heads, 132).stages,
+                "STAGES": 2 if queries == 1 else 4,
             },
             num_warps=4,
             aligned=("q",),
