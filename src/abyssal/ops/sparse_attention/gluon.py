@@ -376,8 +376,10 @@ def attend_kernel(
     q_full = allocate_barriers(1)
     of_left = Barriers(allocate_barriers(2), allocate_barriers(2))
     of_right = Barriers(allocate_barriers(2), allocate_barriers(2))
-    of_end = Barriers(allocate_barriers(1), allocate_barriers(1))
-    of_staged = Barriers(allocate_barriers(1), allocate_barriers(1))
+    of_end, of_staged = of_left, of_left  # not used
+    if not PARTIAL:
+        of_end = Barriers(allocate_barriers(1), allocate_barriers(1))
+        of_staged = Barriers(allocate_barriers(1), allocate_barriers(1))
     p_full = allocate_barriers(2)
     fence_async_shared()
 
