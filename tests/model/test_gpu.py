@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from abyssal import LLM, SamplingParams
+from abyssal.model.model import Model
 from tests.model.test_golden import Golden
 from tests.model.test_recall import recalled
+from tests.support.late import at_worst, one_by_one
+from tests.support.slices import slice_engine, small_slice
 from tests.support.stepping import Side
 
 pytestmark = pytest.mark.gpu
@@ -127,3 +132,33 @@ def test_kernels_together_as_alone(backend: str, batch_invariant: bool, document
     together.llm.close()
     means = torch.stack([rows.mean() for rows in divergences])
     assert torch.cat(divergences).mean() < 0.005, means
+
+
+@pytest.mark.parametrize("name", ["v4-flash", "v4.1-flash"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_do_not_depend_on_when_kernels_start(
+    backend: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk, few and single tokens, by every kind of layer: each launch alone, and all behind each other over late poison."""
+    folder = small_slice(name, tmp_path, hidden_size=512, moe_intermediate_size=256)
+    sizes = [300, 1, 1, 7, *[1] * 5]
+    ids = torch.randint(0, 512, (sum(sizes),), generator=torch.Generator().manual_seed(0)).tolist()
+    options = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "backend": backend,
+        "max_num_batched_tokens": 512,
+        "enable_cuda_graphs": False,
+    }
+    compute, got = Model.compute, []
+    for around in (one_by_one, at_worst):
+
+        def within(*args: Any, around: Callable[[], AbstractContextManager[None]] = around, **kwargs: Any) -> Tensor:
+            with around():
+                return compute(*args, **kwargs)
+
+        monkeypatch.setattr(Model, "compute", within)
+        got.append(slice_engine(name, folder, **options).score(ids, sizes, list(range(len(ids)))))
+    assert got[0].isfinite().all()
+    wrong = (got[1] != got[0]).any(1).nonzero()
+    assert len(wrong) == 0, f"{len(wrong)} of {len(ids)} rows differ, from {int(wrong[0])} on"

@@ -63,8 +63,31 @@ def compile_case(case: AotCase, arch: int) -> AotReport:
     source = _source_class(case.kernel)(fn=case.kernel, signature=signature, constexprs=case.constants, attrs=attrs)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    idle = idle_barriers(compiled.asm["ttgir"])
+    assert not idle, f"{case.name}: barriers {', '.join(idle)} are made ready and not used; make them only where a role uses them"
     registers, stack, local = _resources(compiled.asm["cubin"])
     return AotReport(case.name, arch, registers, compiled.metadata.shared, stack + local, case.spill_reason)
+
+
+def idle_barriers(ttgir: str) -> list[str]:
+    """Names of barriers in shared memory that are made ready, but neither used where roles run (or at all, without roles) nor invalidated.
+
+    For the compiler their life ends there: other data gets their memory. The hardware still takes it for barriers, and on a GPU that
+    several processes take turns on their bits turned up in that data.
+    """
+    lines = ttgir.splitlines()
+    roles = next((i for i, line in enumerate(lines) if "ttg.warp_specialize(" in line), 0)
+    idle = []
+    for name in re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(?:\d+x)*i64,", ttgir):
+        views = {name, *re.findall(rf"(%\w+) = ttg\.memdesc_index {name}\[", ttgir)}
+        uses = [(i, line) for i, line in enumerate(lines) if views.intersection(re.findall(r"%\w+", line))]
+        ready = any("ttng.init_barrier" in line for _, line in uses)
+        if ready and not any(
+            "ttng.inval_barrier" in line or (i >= roles and not re.search("local_alloc|memdesc_index|init_barrier", line))
+            for i, line in uses
+        ):
+            idle.append(name)
+    return idle
 
 
 def _source_class(kernel: Any) -> Callable[..., Any]:

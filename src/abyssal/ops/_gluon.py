@@ -10,7 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """Barriers [COUNT, 1] in shared memory, on each of which so many arrivals are awaited."""
+    """Barriers [COUNT, 1] in shared memory, on each of which so many arrivals are awaited.
+
+    Only where a role uses them: see `idle_barriers` of `_aot.py`.
+    """
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)

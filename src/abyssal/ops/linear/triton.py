@@ -240,11 +240,13 @@ def quantised_values(x: Tensor, tile: int) -> Tensor:
 
 def _launch_quantise(x: Tensor, out: Tensor, scales: Tensor | None, tile: int) -> None:
     assert x.stride(1) == 1, f"the values of a row are {x.stride(1)} apart"
-    if len(x) == 0:
+    tokens, columns = x.shape
+    if tokens == 0:
         return
-    quantise_kernel[len(x), triton.cdiv(x.shape[1], WIDTH)](
-        x, x.stride(0), out, scales, *scale_strides(scales), x.shape[1], TILE=tile, WIDTH=WIDTH, CODES=scales is not None, num_warps=1,
-        **early(len(x) * triton.cdiv(x.shape[1], WIDTH), x),
+    parts = -(-columns // WIDTH)
+    quantise_kernel[tokens, parts](
+        x, x.stride(0), out, scales, *scale_strides(scales), columns, TILE=tile, WIDTH=WIDTH, CODES=scales is not None, num_warps=1,
+        **early(tokens * parts, x),
     )  # fmt: skip
 
 
@@ -670,9 +672,9 @@ def few_tokens(x: Input, groups: Sequence[Group], *, num_groups: int = 1, config
     )
     group_rows = len(first.data) // num_groups
     assert num_groups == 1 or group_rows % 16 == 0, f"groups of {group_rows} rows, not of a multiple of 16"
-    tiles = [triton.cdiv(len(group.data), rows) for group, rows in zip(groups, config.rows, strict=True)]
-    tiles[0] = num_groups * triton.cdiv(group_rows, config.rows[0])
-    token_tiles = triton.cdiv(tokens, config.tokens)
+    tiles = [-(-len(group.data) // rows) for group, rows in zip(groups, config.rows, strict=True)]
+    tiles[0] = num_groups * -(-group_rows // config.rows[0])
+    token_tiles = -(-tokens // config.tokens)
     absent = (None, None, 0, 0, 0)
     more = [(group.data, out, *group.data.shape, n) for group, out, n in zip(groups[1:], outs[1:], tiles[1:], strict=True)]
     (data1, out1, rows1, columns1, tiles1), (data2, out2, rows2, columns2, _) = [*more, absent, absent][:2]
@@ -798,13 +800,13 @@ def tiled(x: QuantisedInput, group: Group, *, num_groups: int = 1, config: Tiled
         return out
     config = config or tiled_config(tokens, rows, columns)
     parts = out if config.splits == 1 else torch.empty(config.splits, tokens, rows, dtype=torch.float32, device=codes.device)
-    tiled_kernel[triton.cdiv(rows, TILE_ROWS), triton.cdiv(tokens, config.tokens), config.splits](
+    tiled_kernel[-(-rows // TILE_ROWS), -(-tokens // config.tokens), config.splits](
         codes, codes.stride(0), x.scales, *x.scales.stride(), group.data, group.scale, parts, tokens, rows, columns, group_rows,
         config.columns, BN=TILE_ROWS, BT=config.tokens, COLUMNS=COLUMNS, BK=group.tile, ROW_BLOCK=group.block[0],
         num_warps=8, num_stages=config.num_stages,
     )  # fmt: skip
     if config.splits > 1:
-        sum_kernel[triton.cdiv(out.numel(), 1024),](parts, out, out.numel(), SPLITS=config.splits, WIDTH=1024, num_warps=4)
+        sum_kernel[(-(-out.numel() // 1024),)](parts, out, out.numel(), SPLITS=config.splits, WIDTH=1024, num_warps=4)
     return out
 
 
@@ -833,7 +835,7 @@ def dequantised(group: Group) -> Tensor:
     assert group.scale is not None and group.block is not None
     rows, columns = group.data.shape
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=group.data.device)
-    dequantise_kernel[triton.cdiv(rows, PANEL_ROWS), triton.cdiv(columns, COLUMNS)](
+    dequantise_kernel[-(-rows // PANEL_ROWS), -(-columns // COLUMNS)](
         group.data, group.scale, out, rows, columns, BK=group.tile, ROW_BLOCK=group.block[0],
         BN=PANEL_ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
@@ -861,12 +863,14 @@ def _library(x: Input, group: Group) -> Tensor:
     values = _padded(_values(x, group.tile), group)
     if group.out_dtype == torch.bfloat16:
         return F.linear(values, data)
-    return torch.mm(values.repeat(1, group.parts), data.t(), out_dtype=torch.float32)
+    repeated = values if group.parts == 1 else values.repeat(1, group.parts)
+    return torch.mm(repeated, data.t(), out_dtype=torch.float32)
 
 
 def _padded(x: Tensor, group: Group) -> Tensor:
-    """x [.., K], with zeros for the columns that only fill a weight up."""
-    return F.pad(x, (0, group.data.shape[1] // group.parts - group.columns))
+    """x [.., K], with zeros for the columns that only fill a weight up; where there are none x itself, which `F.pad` would copy."""
+    missing = group.data.shape[1] // group.parts - group.columns
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _codes(x: Input, tile: int) -> QuantisedInput:
@@ -893,22 +897,28 @@ def linear(x: Input, prepared: PreparedLinear, *, batch_invariant: bool = False)
     The outputs may be columns of one tensor. Up to FEW_TOKENS tokens, and with `batch_invariant` for any number, a token's results
     have the same bits whatever other tokens there are: the kernel cuts its sums over K alike for any number.
     """
-    routes = ["few" if batch_invariant else route(len(x), group) for group in prepared.groups]
-    outs: dict[int, Tensor] = {}
-    few = [i for i, chosen in enumerate(routes) if chosen == "few"]
+    tokens, outs, few = len(x), dict[int, Tensor](), []
+    for i, group in enumerate(prepared.groups):
+        chosen = "few" if batch_invariant else route(tokens, group)
+        if chosen == "few":
+            few.append(i)
+        elif chosen == "tiled":
+            assert group.tile is not None
+            outs[i] = tiled(_codes(x, group.tile), group)
+        else:
+            outs[i] = _library(x, group)
     few.sort(key=lambda i: prepared.groups[i].tile is None)
     while few:
         launch = [few[0], *(i for i in few[1:] if prepared.groups[i].tile is None)][:MOST_GROUPS]
         outs |= zip(launch, few_tokens(x, [prepared.groups[i] for i in launch]), strict=True)
         few = [i for i in few if i not in launch]
-    for i, group in enumerate(prepared.groups):
-        if routes[i] == "tiled":
-            assert group.tile is not None
-            outs[i] = tiled(_codes(x, group.tile), group)
-        elif routes[i] == "library":
-            outs[i] = _library(x, group)
-    parts = [outs[i].split(group.rows, dim=1) for i, group in enumerate(prepared.groups)]
+    parts = [_split(outs[i], group.rows) for i, group in enumerate(prepared.groups)]
     return tuple(parts[group][number] for group, number in prepared.places)
+
+
+def _split(out: Tensor, rows: tuple[int, ...]) -> Sequence[Tensor]:
+    """out [T, N] -> [T, N_i] of each weight; `Tensor.split` takes 3 us even for one."""
+    return (out,) if len(rows) == 1 else torch.split_with_sizes(out, rows, 1)
 
 
 def takes_codes(tokens: int, prepared: PreparedLinear, num_groups: int = 1, *, batch_invariant: bool = False) -> bool:

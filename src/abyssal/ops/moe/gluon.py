@@ -13,6 +13,7 @@ Which rows of 64 a warp and a lane hold is free. Eight lanes that load together 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops._gluon import allocate_barriers, wait_for_use
 from abyssal.ops._records import multiprocessors, power_of_two, scale_exponent
-from abyssal.ops.moe.triton import STAGES, Blocks, Choice, KernelExperts, TileConfig
+from abyssal.ops.moe.triton import STAGES, Blocks, Choice, KernelExperts, KernelWeight, TileConfig
 
 COLUMNS = gl.constexpr(256)  # of a stage: 128 bytes of a row's codes
 ROWS = gl.constexpr(256)  # of a tile
@@ -527,8 +528,9 @@ def _moe_product_sm90(
     of_rows = gl.allocate_shared_memory(gl.float32, [2, TOKENS], PLAIN_ROW)
     sources = gl.allocate_shared_memory(gl.int32, [TOKENS], PLAIN_ROW)
     tokens = Tokens(sources, rows, of_rows, allocate_barriers(2, 1), allocate_barriers(2, 2))
-    magnitudes = gl.allocate_shared_memory(gl.int32, [4, TOKENS // 2], PLAIN_ROW)
-    largest = Largest(magnitudes, allocate_barriers(2, 2))
+    largest = Largest(sources, tokens.full)  # not used
+    if TILE == 128:
+        largest = Largest(gl.allocate_shared_memory(gl.int32, [4, TOKENS // 2], PLAIN_ROW), allocate_barriers(2, 2))
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()  # what follows waits for this kernel's end by itself
@@ -560,24 +562,29 @@ def refusal(experts: KernelExperts) -> str | None:
 
 def with_products(experts: KernelExperts) -> KernelExperts:
     """Experts whose products of many tokens are this module's, unless it refuses them."""
-    return experts if refusal(experts) else replace(experts, products=products)
+    if refusal(experts):
+        return experts
+    return replace(experts, products=partial(_products, _words(experts.w13), _words(experts.w2)))
 
 
-def products(choice: Choice, experts: KernelExperts, blocks: Blocks, config: TileConfig) -> Tensor:
-    """The outputs of all choices, bf16 [T k, D], by two launches; rows of choices that `blocks` lacks are not written.
+def _words(weight: KernelWeight) -> TensorDescriptor:
+    """As the copy engine brings them; made once, as it takes 10 us."""
+    words = weight.words.view(-1, weight.shape[2] // 8)
+    return TensorDescriptor(words, list(words.shape), [words.shape[1], 1], [64, 32], WORDS)
 
-    `experts` are such that `refusal` gives None.
-    """
+
+def _products(
+    w13: TensorDescriptor, w2: TensorDescriptor, choice: Choice, experts: KernelExperts, blocks: Blocks, config: TileConfig
+) -> Tensor:
+    """The outputs of all choices, bf16 [T k, D], by two launches; rows of choices that `blocks` lacks are not written."""
     _, rows, inner = experts.w2.shape
     choices = choice.experts.numel()
     device = choice.inputs.device
     hidden = torch.empty(choices, inner, dtype=torch.bfloat16, device=device)
     outputs = torch.empty(choices, rows, dtype=torch.bfloat16, device=device)
     programs = multiprocessors(device)
-    for weight, inputs, to in ((experts.w13, choice.inputs, hidden), (experts.w2, hidden, outputs)):
+    for descriptor, weight, inputs, to in ((w13, experts.w13, choice.inputs, hidden), (w2, experts.w2, hidden, outputs)):
         up = to is hidden
-        words = weight.words.view(-1, weight.shape[2] // 8)
-        descriptor = TensorDescriptor(words, list(words.shape), [words.shape[1], 1], [64, 32], WORDS)
         _moe_product_sm90[(min(programs, blocks.count * (weight.shape[1] // ROWS.value)),)](
             descriptor, weight.scale, inputs, blocks.plan, blocks.order, choice.weights, to, blocks.count, experts.limit,
             MATRIX=weight.shape[1], K=weight.shape[2], OUT=to.shape[1], CHOICES=choice.experts.shape[1],
