@@ -5,6 +5,7 @@ import torch
 
 from abyssal.kv import codec, layouts
 from abyssal.ops.index_score import gluon, index_score, triton
+from abyssal.ops.select_topk.triton import select_topk
 
 
 @pytest.mark.parametrize(("n", "b", "heads", "entries"), [(1, 1, 8, 1), (3, 1, 8, 17), (1, 5, 16, 40), (2, 3, 64, 7)])
@@ -340,6 +341,40 @@ def test_hopper_scores_near_scales_alone_with_the_same_bits(name, heads):
     every = paged.score(gluon, visible)
     paged.q, paged.weights = paged.q[:, -1:].contiguous(), paged.weights[:, -1:].contiguous()
     assert torch.equal(paged.score(gluon, visible[:, -1:]), every[:, -1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("name", ["index_fp8", "index_mxfp4"])
+@pytest.mark.parametrize(("heads", "b"), [(8, 2048), (64, 2048), (64, 1)])
+def test_hopper_launches_behind_each_other_have_the_bits_of_one_alone(name, heads, b):
+    """Spans of a long prefill, each followed by its choice: scores, and what is chosen by their maxima."""
+    entries, spans = 32768, 4
+    paged = Paged(name, 1, min(b, 8), heads, 4096, octaves=1)
+    generator = torch.Generator("cuda").manual_seed(0)
+    pool, q = paged.pool.cuda(), paged.q.cuda().repeat(1, b // paged.q.shape[1], 1, 1)
+    table = torch.randint(1, len(pool), (1, entries // 64), device="cuda", dtype=torch.int32, generator=generator)
+    weights = torch.randn(1, b, heads, device="cuda", generator=generator)
+    visible = [
+        torch.arange(end - b, end, device="cuda").view(1, b).int() // 4 + 1 for end in (4 * entries - b * i for i in range(spans))
+    ]
+
+    def run(alone: bool) -> list[torch.Tensor]:
+        fresh = [[torch.full((1, b, size), torch.nan, device="cuda") for size in (entries, entries // 16)] for _ in visible]
+        chosen = []
+        for seen, (out, maxima) in zip(visible, fresh, strict=True):
+            options = {"layout": paged.layout, "entries_per_page": 64, "num_entries": entries}
+            gluon.index_score(q, weights, pool, table, seen, out=out, maxima=maxima, **options)
+            if alone:
+                torch.cuda.synchronize()
+            chosen.append(select_topk(out, seen, 128, maxima=maxima))
+            if alone:
+                torch.cuda.synchronize()
+        return [*chosen, *(out for out, _ in fresh)]
+
+    expected = run(True)
+    for _ in range(3):
+        assert all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(run(False), expected, strict=True))
 
 
 @pytest.mark.gpu

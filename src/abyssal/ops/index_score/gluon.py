@@ -36,7 +36,6 @@ from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, check
 
 KEYS = gl.constexpr(KEYS_PER_TILE)
 DIM = gl.constexpr(128)
-ROUND = gl.constexpr(1.5 * 2**23)  # plus a small number: its nearest whole number in the low bits
 WARP_KEYS = gl.constexpr(GROUP)  # of a tile, whose maximum is one of `maxima`
 ROWS = gl.constexpr(128)  # of work, whose lengths a role looks at together
 LANES = gl.constexpr(
@@ -59,12 +58,27 @@ class Work(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some rows of work, one after the other."""
+    """Some rows of work, one after the other. Their keys are counted in stages of the ring."""
 
     first: Any
-    before: Any  # tiles
-    ends: Any  # where each row's tiles end among those of all rows
+    before: Any  # stages
+    seen: Any  # each row's keys that any of its queries sees
+    begins: Any  # where each row's stages begin and end among those of all rows
+    ends: Any
     last: Any  # of `ends`
+
+
+class Share(NamedTuple):
+    """A program's stages among those of all rows, and the row of the first of them."""
+
+    begin: Any
+    end: Any
+    row: Any
+    seen: Any  # of that row, as the next two
+    row_begin: Any
+    row_end: Any
+    looked_from: Any  # `first` and `before` of the rows among which it is
+    before: Any
 
 
 class Ring(NamedTuple):
@@ -78,6 +92,7 @@ class Ring(NamedTuple):
     units: Any
     wide: Any  # [STAGES, 2]: not 0 if a tile's scales are too wide apart
     checked: Any  # those three are there; `full` where there are none
+    gate: Any  # [1, 1]: nobody arrives, but a wait for the use before the first is over at once; `full` where nobody waits
 
 
 class Queries(NamedTuple):
@@ -85,7 +100,7 @@ class Queries(NamedTuple):
 
     q: Any  # [QUERIES, HEADS, DIM]
     weights: Any  # [QUERIES, 4, HEADS / 4]
-    inexact: Any = None  # [HEADS / 8] for int8: not 0 where a value of some heads is no whole number
+    inexact: Any = None  # for int8, per part of the heads: not 0 where a value is no whole number
 
 
 class Output(NamedTuple):
@@ -102,6 +117,16 @@ class Sums(NamedTuple):
     high_a: Any
     low_b: Any
     high_b: Any
+    scales: Any
+
+
+class Pairs(NamedTuple):
+    """The same where pairs of lanes have told each other: a lane keeps the sum of one of its two keys of a tile."""
+
+    own_a: Any
+    other_a: Any  # what the other lane of the pair holds of that key
+    own_b: Any
+    other_b: Any
     scales: Any
 
 
@@ -268,7 +293,8 @@ def _widen_to_int8(words, unit, MMA: gl.constexpr):
         mad.lo.u32 $1, positive, 2, magnitude;
         }""",
         "=&r,=&r,r,r,r,r,r",
-        [words, small, large, -0x7F7F8000 - small, -0x7F7F7F80 - large],
+        # 128 less the first two: as products, as what subtracts and permutes is the busiest
+        [words, small, large, unit * -0x03020100 - 0x7F7F8000, unit * -0x0C080604 - 0x7F7F7F80],
         dtype=(gl.int32, gl.int32),
         is_pure=True,
         pack=1,
@@ -313,8 +339,8 @@ def _store_query(values, weights, to, j: gl.constexpr, HEADS: gl.constexpr):
 
 @gluon.jit
 def _larger_halves(a, b):
-    """For reductions."""
-    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+    """For reductions: the larger sizes, with any sign."""
+    return gl.inline_asm_elementwise("max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -325,14 +351,15 @@ def _or(a, b):
 
 @gluon.jit
 def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
-    """A query [HEADS, DIM] of bf16 as whole numbers times a power of two per head, which its weights take over."""
+    """A query [HEADS, DIM] of bf16 as whole numbers below 64 times a power of two per head, which its weights take over."""
     QUERY: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])  # stores of 16 bytes
+    PARTS: gl.constexpr = to.inexact.shape[0]  # of heads
     head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERY))
     pair = gl.arange(0, DIM // 2, gl.SliceLayout(0, QUERY))
     w = gl.load(weights + head)
     gl.thread_barrier()  # or the compiler would load weights after all else
     pairs = gl.load(q.to(gl.pointer_type(gl.int32), bitcast=True) + head[:, None] * (DIM // 2) + pair[None, :])
-    largest = gl.reduce(pairs & 0x7FFF7FFF, 1, _larger_halves)
+    largest = gl.reduce(pairs, 1, _larger_halves) & 0x7FFF7FFF
     exponent = gl.maximum(largest & 0xFFFF, largest >> 16) >> 7
     exponent = gl.minimum(gl.maximum(exponent, 20), 160)
     if HEADS == 64:
@@ -341,18 +368,35 @@ def _store_query_in_int8(q, weights, to, HEADS: gl.constexpr):
         both = gl.inline_asm_elementwise("max.s32 $0, $1, $2;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
         known = gl.reshape(gl.permute(gl.join(gl.minimum(first, both), gl.minimum(second, both)), (1, 0)), (HEADS,))
         exponent = gl.convert_layout(known, exponent.type.layout, assert_trivial=True)
-    values = gl.join((pairs << 16).to(gl.float32, bitcast=True), (pairs & -0x10000).to(gl.float32, bitcast=True))
-    factor = -((260 - exponent) << 23).to(gl.float32, bitcast=True)  # the largest is -64 to -127
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, gl.SliceLayout(2, values.type.layout)), assert_trivial=True)
-    factor, values = gl.broadcast(gl.expand_dims(gl.expand_dims(factor, 1), 2), values)
-    shifted = gl.fma(values, factor, gl.full_like(values, ROUND))
-    error = gl.fma(values, factor, ROUND - shifted).to(gl.int32, bitcast=True)
-    error = gl.reduce(gl.reduce(gl.reshape(error, (HEADS // 8, 8, DIM)), 2, _or), 1, _or)  # within warps
-    to.inexact.store(error)
-    # dimension: lane, word, half, nibble; place: word, half, lane, nibble
-    whole = gl.reshape(shifted.to(gl.int32, bitcast=True).to(gl.int8), (HEADS, 4, 4, 2, 4))
-    to.q.index(0).store(gl.reshape(gl.permute(whole, (0, 2, 3, 1, 4)), (HEADS, DIM)))
-    power = ((exponent - 11) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 133 - 5)
+    factor = ((259 - exponent) << 7 | 0x8000) * 0x00010001  # the largest is -32 to -63
+    factor, pairs = gl.broadcast(gl.expand_dims(factor, 1), pairs)
+    # In halves: 192 plus the number, rounded, whose low byte is 64 plus that; 192 less this; what was rounded off.
+    error, whole = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d;
+        fma.rn.bf16x2 a, $3, $5, $7;
+        fma.rn.bf16x2 b, $4, $6, $7;
+        fma.rn.bf16x2 c, a, $9, $7;
+        fma.rn.bf16x2 d, b, $9, $7;
+        fma.rn.bf16x2 $0, $3, $5, c;
+        fma.rn.bf16x2 $1, $4, $6, d;
+        prmt.b32 a, a, b, 0x6420;
+        add.u32 a, a, 0x40404040;
+        xor.b32 $2, a, 0x80808080;
+        }""",
+        "=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+        [pairs, factor, gl.full_like(pairs, 0x43404340), gl.full_like(pairs, -0x407F4080)],
+        dtype=(gl.int32, gl.int16),
+        is_pure=True,
+        pack=2,
+    )
+    error = gl.permute(gl.reshape(error, (HEADS // (8 * PARTS), PARTS, 8 * (DIM // 2))), (1, 0, 2))
+    to.inexact.store(gl.reduce(gl.reshape(error, (PARTS, HEADS // PARTS * (DIM // 2))), 1, _or))
+    # pair of dimensions: lane, word, half, nibbles; place: word, half, lane, nibbles
+    whole = gl.permute(gl.reshape(whole, (HEADS, 4, 4, 2, 2)), (0, 2, 3, 1, 4))
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, DIM // 2], gl.int16)
+    to.q._reinterpret(gl.int16, [HEADS, DIM // 2], SHARED).store(gl.reshape(whole, (HEADS, DIM // 2)))
+    power = ((exponent - 10) << 23).to(gl.float32, bitcast=True)  # 2^(exponent - 132 - 5)
     _store_by_lane(w * power, to.weights.index(0), HEADS)
 
 
@@ -436,13 +480,27 @@ def _places():
 
 
 @gluon.jit
-def _add_lanes(sums, places):
-    """The scores of lanes' places, from what the four lanes that share keys hold."""
-    second = (places & KEYS) != 0
-    low = gl.where(second, sums.low_b, sums.low_a) + _from_lane(gl.where(second, sums.low_a, sums.low_b), 2)
-    high = gl.where(second, sums.high_b, sums.high_a) + _from_lane(gl.where(second, sums.high_a, sums.high_b), 2)
+def _of_pair(sums, places):
+    """Of sums of two keys the one whose place a lane has, and what the other lane of its pair holds of it."""
+    low, high = sums
     odd = (places & 8) != 0
-    return (gl.where(odd, high, low) + _from_lane(gl.where(odd, low, high), 1)) * sums.scales
+    return gl.where(odd, high, low), _from_lane(gl.where(odd, low, high), 1)
+
+
+@gluon.jit
+def _add_pairs(pairs, places):
+    """The scores of lanes' places, from what the two pairs of lanes that share keys hold."""
+    second = (places & KEYS) != 0
+    a, b = pairs.own_a + pairs.other_a, pairs.own_b + pairs.other_b
+    return (gl.where(second, b, a) + _from_lane(gl.where(second, a, b), 2)) * pairs.scales
+
+
+@gluon.jit
+def _add_lanes(sums, places):
+    """The same from what the four lanes that share keys hold."""
+    own_a, other_a = _of_pair((sums.low_a, sums.high_a), places)
+    own_b, other_b = _of_pair((sums.low_b, sums.high_b), places)
+    return _add_pairs(Pairs(own_a, other_a, own_b, other_b, sums.scales), places)
 
 
 @gluon.jit
@@ -474,19 +532,29 @@ def _scales(shared, stage):
 
 
 @gluon.jit
-def _sum_tiles(ring, stage, queries, weights, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
-    """One query and the two tiles of a stage; beside them the scores of those before. A positive scale passes the relu."""
-    dots = _multiply(_take(ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
-    keys = _take(ring, 2 * stage + 1, queries, HEADS)
-    scales = _scales(ring.factors, stage)
+def _release(ring, stage):
+    """Once all threads have read a stage."""
     gl.thread_barrier()
     mbarrier.arrive(ring.empty.index(stage))
-    _store_scores(done, MAXIMA)
-    dots = warpgroup_mma_wait(0, deps=(dots,))
-    low_a, high_a = _lane_sums(dots, weights, HEADS)
-    dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
-    low_b, high_b = _lane_sums(dots, weights, HEADS)
-    return Sums(low_a, high_a, low_b, high_b, scales)
+    gl.thread_barrier()  # or the compiler would put one in front of the next product or wait
+
+
+@gluon.jit
+def _sum_tiles(ring, stage, queries, weights, done, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+    """One query and the two tiles of a stage; beside them the scores of those before. A positive scale passes the relu."""
+    dots_a = _multiply(_take(ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
+    keys = _take(ring, 2 * stage + 1, queries, HEADS)
+    scales = _scales(ring.factors, stage)
+    _release(ring, stage)
+    _store(_add_pairs(done.sums, done.entry), done.at, done.best_at, done.entry, done.reach, MAXIMA)
+    dots_a = warpgroup_mma_wait(0, deps=(dots_a,))
+    dots_b = _multiply(keys, queries, 0, HEADS)
+    own_a, other_a = _of_pair(_lane_sums(dots_a, weights, HEADS), done.entry)
+    # The compiler would move these sums behind the second product, but it moves no shuffle over a wait.
+    mbarrier.wait(ring.gate.index(0), 1)
+    dots_b = warpgroup_mma_wait(0, deps=(dots_b,))
+    own_b, other_b = _of_pair(_lane_sums(dots_b, weights, HEADS), done.entry)
+    return Pairs(own_a, other_a, own_b, other_b, scales)
 
 
 @gluon.jit
@@ -495,9 +563,8 @@ def _sum_tiles_in_int8(words, ring, stage, queries, weights, done, HEADS: gl.con
     dots_a = _multiply(_widen(words, ring, 2 * stage, queries, HEADS), queries, 0, HEADS)
     keys = _take(ring, 2 * stage + 1, queries, HEADS)
     scales = _scales(ring.largest, stage)
-    gl.thread_barrier()
-    mbarrier.arrive(ring.empty.index(stage))
     dots_b = _multiply(keys, queries, 0, HEADS)
+    _release(ring, stage)
     dots_a = warpgroup_mma_wait(1, deps=(dots_a,))
     low_a, high_a = _lane_sums(dots_a, weights, HEADS)
     _store_scores(done, MAXIMA)
@@ -514,8 +581,7 @@ def _sum_tiles_in_turn(words, ring, stage, queries, done, HEADS: gl.constexpr, M
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
     low_a, high_a = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
     keys = _take(ring, 2 * stage + 1, queries, HEADS)
-    gl.thread_barrier()
-    mbarrier.arrive(ring.empty.index(stage))
+    _release(ring, stage)
     dots = warpgroup_mma_wait(0, deps=(_multiply(keys, queries, 0, HEADS),))
     low_b, high_b = _lane_sums(dots, _load_weights(queries, 0, HEADS), HEADS)
     return Sums(low_a, high_a, low_b, high_b, gl.full([4, 8, 4], 1.0, gl.float32, LANES))
@@ -563,7 +629,7 @@ def _is_wide(ring, stage):
 
 @gluon.jit
 def _rows_from(work, first, before, QUERIES: gl.constexpr, WARPS: gl.constexpr):
-    """ROWS rows of work from `first` on, of whose tiles `before` precede them."""
+    """ROWS rows of work from `first` on, with `before` stages before them."""
     COUNTS: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [WARPS], [0])  # all of them in every warp
     rows = first + gl.arange(0, ROWS, COUNTS)
     if QUERIES == 1:
@@ -575,48 +641,64 @@ def _rows_from(work, first, before, QUERIES: gl.constexpr, WARPS: gl.constexpr):
             of_row = rows % blocks * QUERIES + j
             inside = (rows < work.num_rows) & (of_row < work.b)
             seen = gl.maximum(seen, gl.load(work.visible + rows // blocks * work.b + of_row, mask=inside, other=0))
-    ends = before + gl.associative_scan((gl.minimum(seen, work.num_entries) + KEYS - 1) // KEYS, 0, plus)
-    return Rows(first, before, ends, gl.max(ends, 0))
+    STAGE_KEYS: gl.constexpr = 2 * KEYS if QUERIES == 1 else KEYS
+    seen = gl.minimum(seen, work.num_entries)
+    stages = ((seen + STAGE_KEYS - 1).to(gl.uint32) // STAGE_KEYS).to(gl.int32)
+    ends = before + gl.associative_scan(stages, 0, plus)
+    return Rows(first, before, seen, ends - stages, ends, gl.max(ends, 0))
 
 
 @gluon.jit
-def _shares(work, QUERIES: gl.constexpr, WARPS: gl.constexpr):
-    """The first rows, and the first and the end of this program's tiles among those of all rows."""
-    rows = _rows_from(work, 0, 0, QUERIES, WARPS)
+def _share(work, QUERIES: gl.constexpr):
+    """This program's, found by four warps before roles part."""
+    rows = _rows_from(work, 0, 0, QUERIES, 4)
     total = rows.last
     for first in range(ROWS, work.num_rows, ROWS):
-        total = _rows_from(work, first, total, QUERIES, WARPS).last
-    share = total // gl.num_programs(0)
+        total = _rows_from(work, first, total, QUERIES, 4).last
+    share = (total.to(gl.uint32) // gl.num_programs(0).to(gl.uint32)).to(gl.int32)
     rest = total - share * gl.num_programs(0)
-    begin = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
-    return rows, _uniform(begin), _uniform(begin + share + (gl.program_id(0) < rest).to(gl.int32))
+    begin = _uniform(gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest))
+    end = _uniform(begin + share + (gl.program_id(0) < rest).to(gl.int32))
+    return _from_row_of(work, rows, begin, end, QUERIES, 4)
 
 
 @gluon.jit
-def _row_at(work, rows, tile, QUERIES: gl.constexpr, WARPS: gl.constexpr):
-    """The rows among which is that of `tile`, if it is in none before `rows`; its number; and where it begins and ends among all tiles."""
-    while rows.last <= tile:
+def _from_row_of(work, rows, begin, end, QUERIES: gl.constexpr, WARPS: gl.constexpr):
+    """A share from `begin` on, which is in no row before `rows`."""
+    while (rows.last <= begin) & (rows.first + ROWS < work.num_rows):
         rows = _rows_from(work, rows.first + ROWS, rows.last, QUERIES, WARPS)
-    passed = rows.ends <= tile
-    row = rows.first + gl.sum(passed.to(gl.int32), 0)
-    begin, end = gl.max(gl.where(passed, rows.ends, rows.before), 0), gl.min(gl.where(passed, rows.last, rows.ends), 0)
-    return rows, _uniform(row), _uniform(begin), _uniform(end)
+    here = (rows.begins <= begin) & (begin < rows.ends)
+    row = rows.first + gl.sum(gl.where(here, gl.arange(0, ROWS, rows.ends.type.layout), 0), 0)
+    seen = gl.sum(gl.where(here, rows.seen, 0), 0)
+    row_begin, row_end = gl.sum(gl.where(here, rows.begins, 0), 0), gl.sum(gl.where(here, rows.ends, 0), 0)
+    return Share(begin, end, _uniform(row), _uniform(seen), _uniform(row_begin), _uniform(row_end), rows.first, rows.before)
 
 
 @gluon.jit
-def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.constexpr, TILES: gl.constexpr):
+def _rest(work, share, begin, QUERIES: gl.constexpr, WARPS: gl.constexpr):
+    """Of a share, from `begin` on. Lengths are read once more, rather than kept in few registers."""
+    if begin < share.end:
+        rows = _rows_from(work, share.looked_from, share.before, QUERIES, WARPS)
+        share = _from_row_of(work, rows, begin, share.end, QUERIES, WARPS)
+    else:
+        share = Share(begin, share.end, share.row, share.seen, share.row_begin, share.row_end, share.looked_from, share.before)
+    return share
+
+
+@gluon.jit
+def _bring(work, share, keys, scales, page_table, table_stride, ring, QUERIES: gl.constexpr, TILES: gl.constexpr):
     """The role of one warp: this program's tiles into the ring."""
     STAGES: gl.constexpr = ring.full.shape[0]
     ITEMS: gl.constexpr = ring.words.shape[0] // STAGES
-    rows, begin, end = _shares(work, QUERIES, 1)
     blocks = (work.b + QUERIES - 1) // QUERIES
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     n = 0
-    while begin < end:
-        rows, row, row_begin, row_end = _row_at(work, rows, begin, QUERIES, 1)
-        stop = gl.minimum(end, row_end)
-        first, last = begin - row_begin, stop - row_begin
-        table = page_table + (row // blocks).to(gl.int64) * table_stride
+    while share.begin < share.end:
+        stop = gl.minimum(share.end, share.row_end)
+        first, last = (share.begin - share.row_begin) * ITEMS, (stop - share.row_begin) * ITEMS
+        if ITEMS == 2:  # of a last pair there may be one only
+            last = gl.minimum(last, (share.seen + KEYS - 1) // KEYS)
+        table = page_table + (share.row // blocks).to(gl.int64) * table_stride
         for group in range(first, last, 32):
             pages = gl.load(table + (group + lane) // TILES, mask=group + lane < last, other=0)
             for i in range(0, gl.minimum(last - group, 32), ITEMS):
@@ -631,30 +713,19 @@ def _bring(work, keys, scales, page_table, table_stride, ring, QUERIES: gl.const
                     tma.async_copy_global_to_shared(keys, [page, part * ring.words.shape[2], 0], full, ring.words.index(place))
                     tma.async_copy_global_to_shared(scales, [page, part * KEYS], full, ring.factors.index(place))
                 n += 1
-        begin = stop
-        if begin < end:
-            rows = _rows_from(work, rows.first, rows.before, QUERIES, 1)  # once more, rather than kept in few registers
+        share = _rest(work, share, stop, QUERIES, 1)
 
 
 @gluon.jit
-def _look_ahead(work, ring):
+def _look_ahead(share, ring):
     """The role of two warps, one per tile: what products in int8 need of the scales, and whether a key's are more than a factor of four
     apart.
     """
-    rows, begin, end = _shares(work, 1, 2)
-    n = 0
-    while begin < end:
-        rows, _, _, row_end = _row_at(work, rows, begin, 1, 2)
-        stop = gl.minimum(end, row_end)
-        for _ in range(begin, stop, 2):
-            stage = wait_for_use(ring.full, n)
-            _prepare(ring, stage)
-            gl.thread_barrier()
-            mbarrier.arrive(ring.checked.index(stage))
-            n += 1
-        begin = stop
-        if begin < end:
-            rows = _rows_from(work, rows.first, rows.before, 1, 2)
+    for n in range(share.end - share.begin):
+        stage = wait_for_use(ring.full, n)
+        _prepare(ring, stage)
+        gl.thread_barrier()
+        mbarrier.arrive(ring.checked.index(stage))
 
 
 @gluon.jit
@@ -699,24 +770,20 @@ def _prepare(ring, stage):
 
 
 @gluon.jit
-def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
+def _score(work, share, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MAXIMA: gl.constexpr):
     """The role of four warps: scores of this program's tiles."""
     QUERIES: gl.constexpr = queries.q.shape[0]
     MIXED: gl.constexpr = queries.q.dtype == gl.int8
-    rows, begin, end = _shares(work, QUERIES, 4)
-    if begin >= end:
+    if share.begin >= share.end:
         gdc_wait()  # or the kernel after the next might start too early
     blocks = (work.b + QUERIES - 1) // QUERIES
     places = _places()
     n = 0
-    while begin < end:
-        rows, row, row_begin, row_end = _row_at(work, rows, begin, QUERIES, 4)
-        stop = gl.minimum(end, row_end)
-        first, last = begin - row_begin, stop - row_begin
-        begin = stop
+    while share.begin < share.end:
+        row, stop = share.row, gl.minimum(share.end, share.row_end)
+        first, last = share.begin - share.row_begin, stop - share.row_begin
         query = (row // blocks * work.b + row % blocks * QUERIES).to(gl.int64)
         count = gl.minimum(work.b - row % blocks * QUERIES, QUERIES)
-        reach = gl.minimum(gl.minimum(gl.load(work.visible + query), work.num_entries), last * KEYS)
         precise_is_there = False
         gl.thread_barrier()
         if n == 0:
@@ -734,15 +801,15 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
         if QUERIES == 1:
             of_heads = _load_weights(queries, 0, HEADS)
             if MIXED:
-                inexact = queries.inexact.load(gl.BlockedLayout([HEADS // 8], [32], [4], [0]))
+                inexact = queries.inexact.load(gl.BlockedLayout([queries.inexact.shape[0]], [32], [4], [0]))
                 # as one register: of an `or` the compiler would leave the last step to the loop
                 inexact = gl.max(inexact.to(gl.uint32), 0).to(gl.int32)
             zeros = gl.zeros([4, 8, 4], gl.float32, LANES)
-            sums = Sums(zeros, zeros, zeros, zeros, zeros)
+            sums = Sums(zeros, zeros, zeros, zeros, zeros) if MIXED else Pairs(zeros, zeros, zeros, zeros, zeros)
             entry = places - 2 * KEYS  # before `first`: not stored
-            at, best_at = _output_from(to, query, first)
-            reach -= first * KEYS
-            for _ in range(first, last, 2):
+            at, best_at = _output_from(to, query, 2 * first)
+            reach = gl.minimum(share.seen, last * (2 * KEYS)) - first * (2 * KEYS)
+            for _ in range(first, last):
                 stage = wait_for_use(ring.checked, n)
                 n += 1
                 done = Done(sums, entry, at, best_at, reach)
@@ -762,14 +829,14 @@ def _score(work, q, weights, to, ring, queries, precise, HEADS: gl.constexpr, MA
                 else:
                     sums = _sum_tiles(ring, stage, queries, of_heads, done, HEADS, MAXIMA)
                 entry += 2 * KEYS
-            _store_scores(Done(sums, entry, at, best_at, reach), MAXIMA)
+            scores = _add_lanes(sums, entry) if MIXED else _add_pairs(sums, entry)
+            _store(scores, at, best_at, entry, reach, MAXIMA)
         else:
             for tile in range(first, last):
                 stage = wait_for_use(ring.full, n)
                 _score_queries(ring, stage, queries, to, query, tile, work, count, places, HEADS, MAXIMA)
                 n += 1
-        if begin < end:
-            rows = _rows_from(work, rows.first, rows.before, QUERIES, 4)
+        share = _rest(work, share, stop, QUERIES, 4)
 
 
 POINTERS = {"weights": "*fp32", "page_table": "*i32", "visible": "*i32", "out": "*fp32", "maxima": "*fp32"}
@@ -807,6 +874,8 @@ def _index_score_kernel_sm90(
     WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(4 if HEADS > 8 else 2, 2, 2 if HEADS == 64 else 1, order=[1, 0])
     WIDE: gl.constexpr = gl.bfloat16 if FP4 else gl.float16
     ITEMS: gl.constexpr = 2 if QUERIES == 1 else 1  # tiles of a stage
+    work = Work(visible, num_rows, b, num_entries)
+    share = _share(work, QUERIES)
     words = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS // 2 if FP4 else KEYS, 32], keys.layout)
     factors = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], scales.layout)
     full, empty = allocate_barriers(STAGES), allocate_barriers(STAGES)
@@ -819,24 +888,25 @@ def _index_score_kernel_sm90(
         largest = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
         units = gl.allocate_shared_memory(gl.int32, [STAGES * ITEMS, 1, KEYS], PLAIN)
         wide = gl.allocate_shared_memory(gl.int32, [STAGES, 2], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-        ring = Ring(words, factors, full, empty, largest, units, wide, allocate_barriers(STAGES))
+        ring = Ring(words, factors, full, empty, largest, units, wide, allocate_barriers(STAGES), full)
         queries = Queries(
             gl.allocate_shared_memory(gl.int8, [QUERIES, HEADS, DIM], SHARED),
             gl.allocate_shared_memory(gl.float32, [QUERIES, 4, HEADS // 4], WEIGHTS),
-            gl.allocate_shared_memory(gl.int32, [HEADS // 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+            gl.allocate_shared_memory(gl.int32, [4 if HEADS > 16 else HEADS // 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
         )
     else:
-        ring = Ring(words, factors, full, empty, factors, factors, factors, full)
+        gate = allocate_barriers(1) if QUERIES == 1 else full
+        ring = Ring(words, factors, full, empty, factors, factors, factors, full, gate)
         queries = precise
-    work = Work(visible, num_rows, b, num_entries)
-    to = Output(out, out_stride, maxima, maxima_stride)
     fence_async_shared()  # or the copy engine might not see that barriers are ready
+    gl.thread_barrier()  # or what roles get would be stored where a late warp still reads its share
+    to = Output(out, out_stride, maxima, maxima_stride)
     if MIXED:
         gl.warp_specialize(
             [
-                (_score, (work, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
-                (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
-                (_look_ahead, (work, ring)),
+                (_score, (work, share, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
+                (_bring, (work, share, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
+                (_look_ahead, (share, ring)),
             ],
             [1, 2],
             [24, 24],
@@ -844,8 +914,8 @@ def _index_score_kernel_sm90(
     else:
         gl.warp_specialize(
             [
-                (_score, (work, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
-                (_bring, (work, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
+                (_score, (work, share, q, weights, to, ring, queries, precise, HEADS, MAXIMA)),
+                (_bring, (work, share, keys, scales, page_table, table_stride, ring, QUERIES, TILES)),
             ],
             [1],
             [24 if QUERIES == 1 else 40],
@@ -871,6 +941,8 @@ def score_config(b: int, heads: int, multiprocessors: int) -> ScoreConfig:
     """As many programs as registers hold: one converts and sums beside another's products.
 
     With 64 heads scoring threads need 136 registers, so a fourth program would spill: 13.6 in place of 10.6 us for 262,144 keys of index_fp8.
+    One query has rings of 2 stages, as its keys of 4 would hold up the queries: 9.2 in place of 8.3 us for 262,144 cold keys of index_mxfp4
+    with 32 heads, though 22.9 in place of 23.5 for 1,048,576.
     """
     queries = min(4, next_power_of_2(b))
     copies = 2 if queries > 1 else 3 if heads == 64 else 4
