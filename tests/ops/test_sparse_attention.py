@@ -240,6 +240,19 @@ def test_hopper_programs_take_many_tiles(pair, block_keys, heads, count):
 
 
 @hopper
+@pytest.mark.parametrize("heads", [24, 64, 65])
+@pytest.mark.parametrize("count", [1, 3])
+def test_hopper_kernel_writes_its_rows_only(heads, count):
+    case = make_case(("v4", "v4"), heads, [(128, 200), (0, 0), (65, 3)] * 60)
+    room = torch.full((len(case.q), heads + 2, 640), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    out = room[:, 1:-1, 64:576]
+    _, lse = run(case, wgmma, config=wgmma.LaunchConfig(Splits(count, None)), out=out)
+    assert_close(out, lse, case)
+    out.fill_(torch.nan)
+    assert room.isnan().all()
+
+
+@hopper
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_hopper_kernel_is_batch_invariant(pair):
     case = make_case(pair, 64, REAL)
@@ -504,6 +517,8 @@ def test_unsupported_arguments_are_named():
     for q in (shifted[:, :, 4:516], shifted.reshape(1, -1)[:, : 4 * 516].view(1, 4, 516)[:, :, :512]):
         with pytest.raises(ValueError, match="rows of q must start at multiples of 16 bytes"):
             wgmma.sparse_attention(q, case.window, case.entries, case.sink, SCALE)
+        with pytest.raises(ValueError, match="rows of out must start at multiples of 16 bytes"):
+            wgmma.sparse_attention(case.q, case.window, case.entries, case.sink, SCALE, out=q)
 
 
 def test_debug_check_names_slots_outside_of_the_pool():

@@ -114,17 +114,18 @@ def sparse_attention(
     """As `sparse_attention.triton.sparse_attention`, on sm_90.
 
     Raises:
-        ValueError: also a scale that is not positive, or rows of queries that do not start at multiples of 16 bytes.
+        ValueError: also a scale that is not positive, or rows of queries or results that do not start at multiples of 16 bytes.
     """
     check(q, window, entries, sink)
     if not scale > 0:
         raise ValueError(f"scale must be positive, not {scale}: scores are masked before they are scaled")
-    if q.data_ptr() % 16 or any(stride % 8 for stride, count in zip(q.stride(), q.shape[:2], strict=False) if count > 1):
-        raise ValueError(
-            f"rows of q must start at multiples of 16 bytes, not at {q.data_ptr()} with strides {q.stride()}: copy it"
-        )
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
+    for name, rows in (("q", q), ("out", out)):
+        if rows.data_ptr() % 16 or any(stride * rows.element_size() % 16 for stride in _row_strides(rows)):
+            raise ValueError(
+                f"rows of {name} must start at multiples of 16 bytes, not at {rows.data_ptr()} with strides {rows.stride()}: copy it"
+            )
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if tokens == 0:
         return out, lse
@@ -136,14 +137,17 @@ def sparse_attention(
     parts = Parts.empty(q, splits.count)
     tiles = tokens * splits.count * -(-heads // BLOCK_HEADS)
     programs = min(tiles, multiprocessors(q.device))
+    # Half of a tile's results then takes as much shared memory as half of a block of keys. Records of bf16 would wait for it.
+    widened = window.records.layout.grid is not None
+    copied = widened and splits.count == 1 and config.block_keys == BLOCK_KEYS and out.dtype == torch.bfloat16
     attend_kernel[(programs,)](
-        _queries(q),
+        _rows(q, HEAD_DIM),
         *_key_arguments(window),
         *_key_arguments(entries),
         no_record(q.device),
         sink,
         scale * LOG2_E,
-        out,
+        _rows(out, HEAD_DIM // 2) if copied else out,
         out.stride(0),
         out.stride(1),
         lse,
@@ -161,6 +165,7 @@ def sparse_attention(
         ENTRIES_PER_PAGE=entries.records.entries_per_page,
         HEAD_BLOCKS=-(-heads // BLOCK_HEADS),
         PARTIAL=splits.count > 1,
+        COPIED=copied,
         BLOCK=config.block_keys,
         ADD_REGISTERS=ADD_REGISTERS,
         **_bring_constants(window.records.layout, entries.records.layout, splits.count),
@@ -193,10 +198,14 @@ def no_record(device: torch.device) -> Tensor:
     return torch.zeros(max(layouts.get(name).data_bytes for pair in PAIRS for name in pair), dtype=torch.uint8, device=device)
 
 
-def _queries(q: Tensor) -> TensorDescriptor:
-    """Queries of 64 heads of a token, as the copy engine brings them: zeros for heads that do not exist."""
-    strides = [stride if count > 1 else HEAD_DIM for stride, count in zip(q.stride(), q.shape[:2], strict=False)]
-    return TensorDescriptor(q, list(q.shape), [*strides, 1], [1, BLOCK_HEADS, HEAD_DIM], QUERIES.value)
+def _row_strides(rows: Tensor) -> list[int]:
+    """Of tokens and heads; HEAD_DIM where there is one only."""
+    return [stride if count > 1 else HEAD_DIM for stride, count in zip(rows.stride(), rows.shape[:2], strict=False)]
+
+
+def _rows(rows: Tensor, columns: int) -> TensorDescriptor:
+    """Rows of 64 heads of a token, as the copy engine moves them: it reads zeros for heads that do not exist, and writes none."""
+    return TensorDescriptor(rows, list(rows.shape), [*_row_strides(rows), 1], [1, BLOCK_HEADS, columns], ROWS_3D.value)
 
 
 def _bring_constants(window: Layout, entries: Layout, count: int) -> dict[str, int]:
@@ -213,7 +222,7 @@ def _key_arguments(keys: KeyList) -> tuple[Tensor, int, Tensor, int, int, Tensor
 
 HALF = gl.constexpr(HEAD_DIM // 2)  # columns of one role's output
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-QUERIES = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
+ROWS_3D = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 SHARED_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -259,7 +268,10 @@ class Formats:
 
 
 class Output(NamedTuple):
-    """Where results go: rows of the output and their log-sum-exp, or of parts and what `Parts` keeps of each row."""
+    """Where results go: rows of the output and their log-sum-exp, or of parts and what `Parts` keeps of each row.
+
+    Rows that the copy engine takes have a descriptor, and need no strides.
+    """
 
     rows: Any
     stride_t: Any
@@ -275,6 +287,7 @@ class Staged(NamedTuple):
 
 
 WINDOW_LENGTH, ENTRY_LENGTH, BLOCKS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+LAST, SINKS = gl.constexpr(2), gl.constexpr(3)  # of factors, behind two of blocks: of a tile's end, and what goes into them
 
 
 class Barriers(NamedTuple):
@@ -347,6 +360,7 @@ def attend_kernel(
     ENTRIES_PER_PAGE: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr,
     PARTIAL: gl.constexpr,
+    COPIED: gl.constexpr,
     BLOCK: gl.constexpr,
     ADD_REGISTERS: gl.constexpr,
     BRING_WARPS: gl.constexpr,
@@ -361,8 +375,10 @@ def attend_kernel(
 
     While results of a tile leave, 64 KB, loads of the multiprocessor wait behind them. So the next tile's queries are asked for as soon
     as this one's last scores are there, and without splits the next tile's first records beside this one's last.
+
+    COPIED: each half of the results leaves from where that half of the tile's last records was, while the next tile's scores begin.
     """
-    q_smem = gl.allocate_shared_memory(gl.bfloat16, [1, 64, D], QUERIES)
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [1, 64, D], ROWS_3D)
     left = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
     right = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], SHARED)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BLOCK], gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2))
@@ -393,12 +409,13 @@ def attend_kernel(
         [
             (
                 weigh_and_add,
-                (work, to, sink, scale_log2, q, q_smem, left, right, p_smem, bias, factors, q_full, of_left, of_right, p_full, of_end,
-                 HEAD_BLOCKS, PARTIAL),
+                (work, to, scale_log2, q, q_smem, left, right, p_smem, bias, factors, q_full, of_left, of_right, p_full, of_end,
+                 HEAD_BLOCKS, PARTIAL, COPIED),
             ),
             (
                 add_right,
-                (work, to, window, entries, right, p_smem, factors, staged, of_right, p_full, of_end, of_staged, HEAD_BLOCKS, PARTIAL),
+                (work, to, sink, window, entries, right, p_smem, factors, staged, of_right, p_full, of_end, of_staged, HEAD_BLOCKS,
+                 PARTIAL, COPIED),
             ),
             (
                 bring_records,
@@ -424,8 +441,11 @@ def place(tile, work, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
 
 @gluon.jit
 def split_range(split, blocks, work, PARTIAL: gl.constexpr):
-    """First block of a split, and how many: a fixed number each, or evenly (`split_blocks` 0)."""
-    first, mine = 0, blocks
+    """First block of a split, and how many: a fixed number each, or evenly (`split_blocks` 0).
+
+    Without splits there is always one, if need be without keys.
+    """
+    first, mine = 0, gl.maximum(blocks, 1)
     if PARTIAL:
         each = blocks // work.count
         more = blocks - each * work.count
@@ -447,8 +467,8 @@ def blocks_of_tile(tile, work, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, P
 
 @gluon.jit
 def weigh_and_add(
-    work, to, sink, scale_log2, q, q_smem, left, right, p_smem, bias, factors, q_full, of_left, of_right, p_full, of_end,
-    HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr,
+    work, to, scale_log2, q, q_smem, left, right, p_smem, bias, factors, q_full, of_left, of_right, p_full, of_end,
+    HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
     """Weights exp2(score - running maximum) of every block, for both roles that add, and the left half of the output; queries."""
     BLOCK: gl.constexpr = left.shape[1]
@@ -468,16 +488,20 @@ def weigh_and_add(
         if blocks > 0:
             mbarrier.wait(of_left.full.index(n & 1), n >> 1 & 1)
             scores = multiply_left(queries, left.index(n & 1), masked(bias, n))
+            if COPIED:  # what the tile before left there has been read by now
+                tma.store_wait(0)
+                mbarrier.arrive(of_left.empty.index((n - 1) & 1), pred=n > 0)
             mbarrier.wait(of_right.full.index(n & 1), n >> 1 & 1)
             scores = warpgroup_mma_wait(0, deps=[multiply_right(queries, right.index(n & 1), scores)])
             if blocks == 1:
                 next_queries(tile, q, q_smem, q_full, work, HEAD_BLOCKS, PARTIAL)
-            scores, acc, top, total = soften(scores, n, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
+            acc, top, total = soften(scores, n, acc, top, total, scale_log2, p_smem, bias, factors, p_full, True)
             end = n + blocks
             for block in range(n + 1, end):
                 half = block & 1
                 phase = block >> 1 & 1
                 acc = warpgroup_mma(p_smem.index(1 - half), left.index(1 - half), acc, is_async=True)
+                scores = masked(bias, block)
                 mbarrier.wait(of_left.full.index(half), phase)
                 scores = multiply_left(queries, left.index(half), scores)
                 acc = warpgroup_mma_wait(1, deps=[acc])
@@ -486,26 +510,31 @@ def weigh_and_add(
                 scores = warpgroup_mma_wait(0, deps=[multiply_right(queries, right.index(half), scores)])
                 if block == end - 1:
                     next_queries(tile, q, q_smem, q_full, work, HEAD_BLOCKS, PARTIAL)
-                scores, acc, top, total = soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_full)
+                acc, top, total = soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_full, False)
             n = end
             last = warpgroup_mma(p_smem.index((n - 1) & 1), left.index((n - 1) & 1), acc, is_async=True)
-            factor, next_blocks = at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
+            factor, next_blocks = at_end(tile, top, total, work, to, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
             acc = warpgroup_mma_wait(0, deps=[last])
-            mbarrier.arrive(of_left.empty.index((n - 1) & 1))
+            if not COPIED:
+                mbarrier.arrive(of_left.empty.index((n - 1) & 1))
         else:
             next_queries(tile, q, q_smem, q_full, work, HEAD_BLOCKS, PARTIAL)
-            factor, next_blocks = at_end(tile, top, total, work, to, sink, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
+            factor, next_blocks = at_end(tile, top, total, work, to, factors, of_end, BLOCK, HEAD_BLOCKS, PARTIAL)
         if PARTIAL:
             store_part(0, acc, to, part_of(token, split, work), first_head, work.heads)
         else:
-            store_half(0, acc, gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT)), to, token, first_head, work.heads)
+            factor = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))
+            if COPIED:
+                copy_half_out(0, acc, factor, to, left.index((n - 1) & 1), token, first_head)
+            else:
+                store_half(0, acc, factor, to, token, first_head, work.heads)
         blocks = next_blocks
+    if COPIED:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def at_end(
-    tile, top, total, work, to, sink, factors, of_end, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr
-):
+def at_end(tile, top, total, work, to, factors, of_end, BLOCK: gl.constexpr, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr):
     """What runs beside a tile's last product: what follows from the sums of weights, for both roles that add, is stored.
 
     Returns the factor of each row, where a tile has all keys, and how many blocks the next tile has.
@@ -521,13 +550,12 @@ def at_end(
         gl.store(of_rows + 1, total, mask=in_range)
         return total, next_blocks
     else:
-        b_sink = gl.load(sink + first_head + rows, mask=in_range, other=0.0)
         total = gl.convert_layout(gl.sum(total, axis=1), top.type.layout, assert_trivial=True)
         b_lse = top + gl.log2(total)  # -inf without keys
-        share = 1.0 / (1.0 + gl.exp2(b_sink * 1.4426950408889634 - b_lse))
-        factor = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
         mbarrier.wait(of_end.empty.index(0), here(tile) // work.programs & 1)
-        factors.index(2).store(factor)
+        share = 1.0 / (1.0 + gl.exp2(factors.index(SINKS).load(top.type.layout) * 1.4426950408889634 - b_lse))
+        factor = gl.where(b_lse == float("-inf"), 0.0, share) / gl.where(total > 0, total, 1.0)
+        factors.index(LAST).store(factor)
         mbarrier.arrive(of_end.full.index(0))
         gl.store(to.of_rows + token.to(gl.int64) * work.heads + first_head + rows, b_lse * 0.6931471805599453, mask=in_range)
         return factor, next_blocks
@@ -576,10 +604,10 @@ def multiply_right(q_smem, right, scores):
 
 
 @gluon.jit
-def soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_full):
+def soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_full, FIRST: gl.constexpr):
     """Write a block's weights, and the factor that what came before takes with a new maximum.
 
-    Returns what the next block's scores begin with, the output so far, the maximum, the sums.
+    Returns the output so far, the maximum, the sums. In a tile's FIRST block there is nothing to rescale.
     """
     half = block & 1
     rows = gl.convert_layout(gl.max(of_threads(scores, larger), axis=1), top.type.layout, assert_trivial=True)
@@ -587,14 +615,16 @@ def soften(scores, block, acc, top, total, scale_log2, p_smem, bias, factors, p_
     base = gl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet: exp2(-inf - 0) = 0 rather than NaN
     keep = gl.exp2(top - base)
     factors.index(half).store(keep)
-    acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)  # beside exponentials, which take longer
+    if not FIRST:  # beside exponentials, which take longer
+        acc = acc * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, OUTPUT)), 1)
     weights = gl.exp2(scores * scale_log2 - gl.expand_dims(base, 1))
     p_smem.index(half).store(weights.to(gl.bfloat16))  # free: the block before last has left shared memory
     fence_async_shared()
     mbarrier.arrive(p_full.index(half))
-    total = total * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, total.type.layout), assert_trivial=True), 1)
-    total += of_threads(weights, plus)  # before the masks, which take as many registers as the weights
-    return masked(bias, block + 1), acc, new_top, total
+    if not FIRST:
+        total = total * gl.expand_dims(gl.convert_layout(keep, gl.SliceLayout(1, total.type.layout), assert_trivial=True), 1)
+    total += of_threads(weights, plus)
+    return acc, new_top, total
 
 
 @gluon.jit
@@ -615,9 +645,10 @@ def larger(a, b):
 
 @gluon.jit
 def add_right(
-    work, to, window, entries, right, p_smem, factors, staged, of_right, p_full, of_end, of_staged, HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr
+    work, to, sink, window, entries, right, p_smem, factors, staged, of_right, p_full, of_end, of_staged,
+    HEAD_BLOCKS: gl.constexpr, PARTIAL: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
-    """Add weights times records to the right half of the output; without splits leave the next tile's first slots for who brings them."""
+    """Add weights times records to the right half of the output; without splits leave for others what tiles begin and end with."""
     n = 0  # blocks of earlier tiles
     parity = 0
     gdc_wait()
@@ -628,18 +659,21 @@ def add_right(
         if PARTIAL:
             blocks = blocks_of_tile(tile, work, BLOCK, HEAD_BLOCKS, PARTIAL)
         else:
-            mbarrier.arrive(of_end.empty.index(0))
             blocks = number(staged, BLOCKS)  # of this tile, kept there as through the loop it would take a register too many
             mbarrier.wait(of_staged.empty.index(0), parity ^ 1)
+            put_sinks(tile, sink, factors, work, HEAD_BLOCKS)
             stage(tile + work.programs, window, entries, work, staged, BLOCK, HEAD_BLOCKS)
             mbarrier.arrive(of_staged.full.index(0))
+            mbarrier.arrive(of_end.empty.index(0))
         acc = warpgroup_mma_init(gl.zeros([64, HALF], gl.float32, OUTPUT))
+        if COPIED:
+            tma.store_wait(0)
         # Not from n on: Triton 3.6 would take n, of which only bounds of loops depend, for a constant.
         for block in range(blocks):
             half = (n + block) & 1
             phase = (n + block) >> 1 & 1
             sums = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(of_right.empty.index(1 - half), pred=block > 0)
+            mbarrier.arrive(of_right.empty.index(1 - half), pred=(n + block if COPIED else block) > 0)
             mbarrier.wait(of_right.full.index(half), phase)
             mbarrier.wait(p_full.index(half), phase)
             fence_async_shared()
@@ -647,14 +681,21 @@ def add_right(
             acc = warpgroup_mma(p_smem.index(half), right.index(half), sums, is_async=True)
         n += blocks
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(of_right.empty.index((n - 1) & 1), pred=blocks > 0)
+        if not COPIED:
+            mbarrier.arrive(of_right.empty.index((n - 1) & 1), pred=blocks > 0)
         token, split, first_head = place(here(tile), work, HEAD_BLOCKS, PARTIAL)
         if PARTIAL:
             store_part(1, acc, to, part_of(token, split, work), first_head, work.heads)
         else:
             mbarrier.wait(of_end.full.index(0), parity)
-            store_half(1, acc, factors.index(2).load(gl.SliceLayout(1, OUTPUT)), to, token, first_head, work.heads)
+            factor = factors.index(LAST).load(gl.SliceLayout(1, OUTPUT))
+            if COPIED:
+                copy_half_out(1, acc, factor, to, right.index((n - 1) & 1), token, first_head)
+            else:
+                store_half(1, acc, factor, to, token, first_head, work.heads)
         parity ^= 1
+    if COPIED:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -674,6 +715,15 @@ def store_half(SIDE: gl.constexpr, acc, factor, to, token, first_head, heads):
     for i in gl.static_range(2):
         values = gl.convert_layout((quarters[i] * factor).to(TYPE), ROWS)
         store_rows(values, out_row + i * (HALF // 2), to.stride_h, heads - first_head)
+
+
+@gluon.jit
+def copy_half_out(SIDE: gl.constexpr, acc, factor, to, records, token, first_head):
+    """Begin to copy one half of the output from where the last block's records were: the products with that half are done."""
+    records.store((acc * gl.expand_dims(factor, 1)).to(gl.bfloat16))
+    fence_async_shared()
+    records = records._reinterpret(gl.bfloat16, [1, 64, HALF], ROWS_3D)
+    tma.async_copy_shared_to_global(to.rows, [token, first_head, SIDE * HALF], records)
 
 
 @gluon.jit
@@ -744,11 +794,8 @@ def bring_records(
                     block, n, ahead, lists, (), pools, left, right, bias, never, of_left, of_right, WINDOW, WINDOW, FORMATS
                 )
             if not PARTIAL and here(tile) + work.programs < work.tiles:
-                if blocks > 0:
-                    ahead = bring_block(blocks - 1, n, ahead, lists, following, pools, left, right, bias, never, of_left, of_right, WINDOW,
-                                        WINDOW, FORMATS)  # fmt: skip
-                else:
-                    ahead = begin_staged(n, following, pools, bias, never, FORMATS)
+                ahead = bring_block(blocks - 1, n, ahead, lists, following, pools, left, right, bias, never, of_left, of_right, WINDOW,
+                                    WINDOW, FORMATS)  # fmt: skip
         else:
             of_window = gl.minimum(gl.maximum(lists[4], 0), blocks)
             if of_window > 0:
@@ -824,6 +871,14 @@ def stage(tile, window, entries, work, staged, BLOCK: gl.constexpr, HEAD_BLOCKS:
     put_number(staged, WINDOW_LENGTH, window_length)
     put_number(staged, ENTRY_LENGTH, entry_length)
     put_number(staged, BLOCKS, blocks)
+
+
+@gluon.jit
+def put_sinks(tile, sink, factors, work, HEAD_BLOCKS: gl.constexpr):
+    """Leave the sinks of a tile's heads for its end."""
+    _, _, first_head = place(tile, work, HEAD_BLOCKS, False)
+    rows = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    factors.index(SINKS).store(gl.load(sink + first_head + rows, mask=rows < work.heads - first_head, other=0.0))
 
 
 @gluon.jit
@@ -1271,7 +1326,7 @@ def convert_e2m1(codes, scale):
 
 
 def aot_cases() -> list[AotCase]:
-    """Every pair of layouts, with splits and without, and blocks of 32 keys."""
+    """Every pair of layouts, with splits and without, and blocks of 32 keys; results that no copy engine takes."""
     pointers = {"out": "*bf16"} | dict.fromkeys(("window_pages", "entry_pages", "zeros"), "*u8")
     pointers |= dict.fromkeys(("window_slots", "window_lengths", "entry_slots", "entry_lengths"), "*i32")
     pointers |= dict.fromkeys(("sink", "lse", "partial_rows"), "*fp32") | {"partial_out": "*fp16"}
@@ -1279,20 +1334,28 @@ def aot_cases() -> list[AotCase]:
     aligned = (*pointers, *numbers, "out_stride_t", "out_stride_h")
     numbers = (*aligned[len(pointers) :], "H", "window_width", "entry_width", "tiles", "programs", "count", "split_blocks")
     signature = pointers | dict.fromkeys(numbers, "i32") | {"scale_log2": "fp32"}
-    signature["q"] = f"tensordesc<bf16{[1, BLOCK_HEADS, HEAD_DIM]},{QUERIES.value!r}>"
+
+    def rows(columns: int) -> str:
+        return f"tensordesc<bf16{[1, BLOCK_HEADS, columns]},{ROWS_3D.value!r}>"
+
+    signature["q"] = rows(HEAD_DIM)
 
     def attend(pair: tuple[str, str], count: int, keys: int = BLOCK_KEYS) -> AotCase:
         window, entries = layouts.get(pair[0]), layouts.get(pair[1])
         constants = {"D": HEAD_DIM, "WINDOW": window, "ENTRIES": entries, "WINDOW_PER_PAGE": 64, "ENTRIES_PER_PAGE": 64}
-        constants |= {"PARTIAL": count > 1, "HEAD_BLOCKS": 1, "BLOCK": keys}
+        copied = window.grid is not None and count == 1 and keys == BLOCK_KEYS
+        types = signature | ({"out": rows(HEAD_DIM // 2)} if copied else {})
+        addresses = tuple(name for name in aligned if not (copied and name == "out"))
+        constants |= {"PARTIAL": count > 1, "COPIED": copied, "HEAD_BLOCKS": 1, "BLOCK": keys}
         constants |= {"ADD_REGISTERS": ADD_REGISTERS, **_bring_constants(window, entries, count)}
         name = f"sparse_attention gluon {'+'.join(pair)} k{keys} splits {count}"
         reason = "what is used once per tile, while its results leave and its blocks are weighed"
-        return AotCase(name, attend_kernel, signature, constants, NUM_WARPS, 1, aligned, archs=(HOPPER,), spill_reason=reason)
+        return AotCase(name, attend_kernel, types, constants, NUM_WARPS, 1, addresses, archs=(HOPPER,), spill_reason=reason)
 
     results = {"partial_out": "*fp16", "partial_rows": "*fp32", "sink": "*fp32", "out": "*bf16", "lse": "*fp32"}
     addresses = (*results, "out_stride_t", "out_stride_h")
     arguments = results | dict.fromkeys(("out_stride_t", "out_stride_h", "pieces", "count"), "i32")
     shape = {"H": 64, "D": HEAD_DIM, "BLOCK": COMBINE_BLOCK, "WARPS": 16, "COLUMNS": HEAD_DIM // 2}
     merge = AotCase("sparse_attention gluon combine", combine_kernel, arguments, shape, 16, 1, addresses, archs=(HOPPER,))
-    return [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS] + [merge]
+    cases = [attend(pair, count) for pair in PAIRS for count in (1, 2)] + [attend(pair, 2, 32) for pair in PAIRS]
+    return [*cases, attend(("v4", "v4"), 1, 32), merge]
