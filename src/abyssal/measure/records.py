@@ -40,7 +40,9 @@ def _random_records(spec: CacheSpec, tokens: int, generator: torch.Generator) ->
     return out.view(layers, entries, spec.layout.bytes_per_entry)
 
 
-def add_running(engine: Engine, count: int, context: int, more: int = 0, name: str = "r") -> list[str]:
+def add_running(
+    engine: Engine, count: int, context: int, more: int = 0, name: str = "r", params: SamplingParams = GREEDY
+) -> list[str]:
     """Let `count` sequences of about `context` computed tokens run, each with `1 + more` prompt tokens left to compute.
 
     Tokens and records are each one's own, or all would choose the same experts. Their lengths differ by up to 127 tokens, so that
@@ -55,7 +57,7 @@ def add_running(engine: Engine, count: int, context: int, more: int = 0, name: s
     for index in range(count):
         tokens = max(1, context - index * 37 % 128)
         ids = torch.randint(0, engine.info.vocab_size, (tokens + 1 + more,), generator=host).tolist()
-        request = EngineRequest(f"{name}{index}", ids, GREEDY)
+        request = EngineRequest(f"{name}{index}", ids, params)
         engine.import_sequence(request, random_hand_over(engine.cache, ids, tokens, generator))
         names.append(request.request_id)
     return names

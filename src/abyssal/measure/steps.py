@@ -24,6 +24,7 @@ from abyssal.measure.roof import StepBytes, mean_decode_bytes, prefill_flops
 WARM_UP = 3  # steps before the clock: compilation, allocator caches
 PROFILED = 3  # steps under the profiler
 FULL_CHUNKS = 48  # a prefill of more chunks is sampled
+ONE_TOKEN = replace(GREEDY, max_tokens=1)  # nothing is launched behind a prompt
 SAMPLES = 5  # positions of a sampled prefill, evenly from its first chunk to its last: the time grows linearly between them
 
 # Which ceiling an op's products meet; the others run in the dtype of the model.
@@ -218,7 +219,7 @@ def _sampled(engine: Engine, starts: np.ndarray, tokens: int, chunk: int) -> tup
 def _chunk(engine: Engine, start: int, count: int, around: Callable[[Callable[[], None]], Any] | None = None) -> float:
     """Seconds of computing tokens [start, start + count) of one sequence; `around` may run that under a profiler."""
     if start:
-        add_running(engine, 1, start, count - 1)
+        add_running(engine, 1, start, count - 1, params=ONE_TOKEN)
     else:
         _add_prompt(engine, count, seed=start)
 
@@ -236,7 +237,7 @@ def _chunk(engine: Engine, start: int, count: int, around: Callable[[Callable[[]
 def _add_prompt(engine: Engine, tokens: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, engine.info.vocab_size, (tokens,), generator=generator).tolist()
-    engine.add(EngineRequest("prefill", ids, replace(GREEDY, max_tokens=2)))
+    engine.add(EngineRequest("prefill", ids, ONE_TOKEN))
 
 
 def _abort_all(engine: Engine) -> None:
