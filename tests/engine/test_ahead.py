@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import abyssal.engine.decoder
+import abyssal.engine.engine
 from abyssal.checkpoint.rows import RowTable
+from abyssal.engine.decoder import Decoder
 from abyssal.engine.engine import Engine
 from abyssal.engine.flight import Flight
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
@@ -260,3 +264,92 @@ def test_a_prompt_alone_is_launched_chunk_by_chunk(folder: Path, monkeypatch: py
     assert len(drain(eng)["a"]) == 3
     assert events == ["launch", *["launch", "land"] * 4, "land"]
     assert_drained(eng)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_new_shape_while_tokens_are_under_way(temperature: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs before a shape is captured writes where the step before has left its tokens."""
+    monkeypatch.setattr(abyssal.engine.decoder, "FIRST_CAPACITY", 64)
+    launch, warm = Decoder._launch, set()
+
+    def after_a_capture(self: Decoder, shape: tuple[int, int], replay: bool, chunks: list[Chunk], drawn: Drawn | None) -> None:
+        if shape not in warm:
+            warm.add(shape)
+            self._fill([], None)
+            self._compute(*shape)
+        launch(self, shape, replay, chunks, drawn)
+
+    monkeypatch.setattr(Decoder, "_launch", after_a_capture)
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True) for i in range(2)]
+    requests = {f"r{i}": (prompt(50, i), params[i]) for i in range(2)}
+    expected = alone(folder, requests)
+    warm.clear()
+    eng = decoding(engine(folder, max_num_batched_tokens=128))
+    add(eng, requests, *requests)
+    assert drain(eng) == expected and len(warm) > 1
+
+
+def test_score_between_steps(folder: Path) -> None:
+    requests = {"a": (prompt(20, 1), greedy(12))}
+    expected = alone(folder, requests)
+    eng = decoding(engine(folder))
+    add(eng, requests, "a")
+
+    def on_step(step: int) -> None:
+        if step == 4:
+            eng.score([3, 4, 5], [1, 1, 1], [0, 1, 2])
+
+    assert drain(eng, on_step) == expected
+
+
+def test_a_step_that_nobody_waits_for_is_not_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The speed of steps, by which swap decides, would fall to nothing after an idle hour."""
+    ticks, late = itertools.count(), [0.0]
+    monkeypatch.setattr(abyssal.engine.engine.time, "perf_counter", lambda: next(ticks) * 1e-3 + late[0])
+    eng = decoding(engine(folder))
+    eng.add(EngineRequest("a", prompt(300, 1), greedy(3)))
+    eng.step()
+    eng.abort("a")
+    assert not eng.has_unfinished()
+    late[0] = 3600.0
+    eng.add(EngineRequest("b", prompt(5, 2), greedy(3)))
+    drain(eng)
+    assert eng.swap._tokens_per_second is None or eng.swap._tokens_per_second > 1000
+
+
+@pytest.mark.parametrize("failure", [ValueError("planted"), torch.OutOfMemoryError("planted")], ids=["error", "memory"])
+def test_a_culprit_that_ends_meanwhile_takes_nobody_along(
+    failure: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that breaks has one more sequence, whose last token is known only now."""
+    requests = {"a": (prompt(20, 1), greedy(30)), "b": (prompt(25, 2), greedy(30))}
+    expected = alone(folder, requests)
+    ids, answer = requests["a"][0], expected["a"]
+    last = next(i for i in range(5, 25) if answer[i] not in answer[:i])
+    requests["a"] = ids, greedy(30, stop_token_ids=[answer[last]])
+    expected["a"] = answer[: last + 1]
+    eng = decoding(engine(folder))
+    run = Runner.__call__
+
+    def broken(self: Runner, chunks: list[Chunk], rows: list[int], *args: Any, drawn: Drawn | None = None) -> Tensor:
+        if any(chunk.start == len(ids) + last and chunk.token_ids == [-1] for chunk in chunks):
+            raise failure
+        return run(self, chunks, rows, *args, drawn=drawn)
+
+    monkeypatch.setattr(Runner, "__call__", broken)
+    add(eng, requests, *requests)
+    assert drain(eng) == expected
+    assert eng.scheduler.budget.tokens > 1
+
+
+def test_an_update_of_the_request_before_of_that_name(folder: Path) -> None:
+    requests = {"a": (prompt(20, 1), greedy(9)), "b": (prompt(25, 2), greedy(9))}
+    expected = alone(folder, requests)
+    eng = decoding(engine(folder))
+    add(eng, requests, *requests)
+    for _ in range(4):
+        eng.step()
+    eng.export_sequence("a")  # for which the step under way has to land
+    eng.abort("b")
+    add(eng, requests, "b")
+    assert drain(eng)["b"] == expected["b"]

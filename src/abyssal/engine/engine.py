@@ -176,6 +176,9 @@ class Engine:
         """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended."""
         if (seq := self._sequences.pop(request_id, None)) is not None:
             self.scheduler.remove(seq)
+            self._landed = [update for update in self._landed if update.request_id != request_id]
+            if not self._sequences:  # nobody waits for it, and it would be measured up to the next request
+                self._flight = None
 
     def score(self, token_ids: list[int], chunk_sizes: list[int], rows: list[int], reuse_prefix: bool = False) -> Tensor:
         """Logits fp32 [len(rows), V] on the CPU of ascending positions `rows`, the prefill cut into `chunk_sizes`.
@@ -345,14 +348,16 @@ class Engine:
         return result, None
 
     def _redo(self, scheduled: Scheduled, failure: Exception) -> list[RequestUpdate]:
+        """Compute what the step of `scheduled`, which failed, should have; some of its sequences may have ended meanwhile."""
+        left = [(seq, count) for seq, count in scheduled if self._is_unfinished(seq)]
         if failure is OUT_OF_MEMORY:
-            return self._shrink(scheduled) if scheduled else []
-        return self._recover(scheduled, failure)
+            return self._shrink(left, sum(count for _, count in scheduled)) if left else []
+        return self._recover(left, failure, len(scheduled))
 
-    def _recover(self, scheduled: Scheduled, error: Exception) -> list[RequestUpdate]:
-        """The step of `scheduled` failed with `error`."""
+    def _recover(self, scheduled: Scheduled, error: Exception, num_sequences: int) -> list[RequestUpdate]:
+        """A step of `num_sequences` failed with `error`; `scheduled` are those of them that have not ended."""
         self._require_alone(f"{type(error).__name__}: {error}")
-        if len(scheduled) == 1:
+        if scheduled and num_sequences == 1:
             log.error("request %s failed", scheduled[0][0].request.request_id, exc_info=error)
             return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
         # One of several sequences broke the step, half-way through the layers: no record can be relied on. Each is computed again
@@ -372,15 +377,14 @@ class Engine:
         if self.comm.mesh.size > 1:
             raise EngineDeadError(f"a step failed on rank {self.comm.mesh.rank}: {why}")
 
-    def _shrink(self, scheduled: Scheduled) -> list[RequestUpdate]:
-        """The step did not fit into memory: its sequences are computed again, in smaller steps.
+    def _shrink(self, scheduled: Scheduled, tokens: int) -> list[RequestUpdate]:
+        """A step of `tokens` did not fit into memory: those of its sequences that have not ended are computed again, in smaller steps.
 
         A sequence ends only when it has run out of memory several times alone, with a single token.
         """
         self._require_alone("out of memory; lower max_num_batched_tokens or gpu_memory_utilization")
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()
-        tokens = sum(count for _, count in scheduled)
         self.scheduler.budget.exceeded(tokens)
         if tokens == 1:
             (seq, _), *_ = scheduled
@@ -423,7 +427,7 @@ class Engine:
         self._flight, failure = self._attempt(lambda: self._take_off(scheduled, before), len(scheduled))
         updates = [] if before is None else self._land(before)
         if failure is not None:
-            updates += self._redo([(seq, count) for seq, count in scheduled if self._is_unfinished(seq)], failure)
+            updates += self._redo(scheduled, failure)
         return updates
 
     @torch.inference_mode()

@@ -26,15 +26,15 @@ class Flight:
 
     @classmethod
     def launched(cls, sequences: list[Sequence], indices: list[int], num_tokens: int, begun: float, result: Tensor) -> Flight:
-        """`result`: as `sample_plain` returns it; the step after may write where it lies."""
+        """`result`: as `sample_plain` returns it; whatever is launched next may write where it lies."""
+        tokens = result[0].clone()
         if not result.is_cuda:
-            result = result.clone()
-            return cls(sequences, indices, num_tokens, begun, result[0], result, None)
+            return cls(sequences, indices, num_tokens, begun, tokens, result.clone(), None)
         host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
         host.copy_(result, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return cls(sequences, indices, num_tokens, begun, result[0], host, done)
+        return cls(sequences, indices, num_tokens, begun, tokens, host, done)
 
     def drawn_for(self, sequences: list[Sequence]) -> Drawn | None:
         """What the step after, of `sequences`, takes of this one's tokens; None: nothing.
