@@ -19,6 +19,7 @@ from abyssal.engine.engine import Engine
 from abyssal.engine.flight import Flight
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
 from abyssal.engine.runner import Runner
+from abyssal.engine.scheduler import TokenBudget
 from abyssal.engine.sequence import Sequence
 from abyssal.kv.batch import Chunk, Drawn
 from abyssal.ops._reference import ReferenceOps
@@ -337,9 +338,17 @@ def test_a_culprit_that_ends_meanwhile_takes_nobody_along(
         return run(self, chunks, rows, *args, drawn=drawn)
 
     monkeypatch.setattr(Runner, "__call__", broken)
+    too_large: list[int] = []
+    exceeded = TokenBudget.exceeded
+
+    def record(self: TokenBudget, tokens: int) -> None:
+        too_large.append(tokens)
+        exceeded(self, tokens)
+
+    monkeypatch.setattr(TokenBudget, "exceeded", record)
     add(eng, requests, *requests)
     assert drain(eng) == expected
-    assert eng.scheduler.budget.tokens > 1
+    assert too_large == ([2] if isinstance(failure, torch.OutOfMemoryError) else [])
 
 
 def test_an_update_of_the_request_before_of_that_name(folder: Path) -> None:
