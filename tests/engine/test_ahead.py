@@ -323,7 +323,7 @@ def test_a_culprit_that_ends_meanwhile_takes_nobody_along(
     failure: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step that breaks has one more sequence, whose last token is known only now."""
-    requests = {"a": (prompt(20, 1), greedy(30)), "b": (prompt(25, 2), greedy(30))}
+    requests = {"a": (prompt(20, 1), greedy(30)), "b": (prompt(60, 2), greedy(30))}
     expected = alone(folder, requests)
     ids, answer = requests["a"][0], expected["a"]
     last = next(i for i in range(5, 25) if answer[i] not in answer[:i])
