@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
@@ -50,24 +51,31 @@ def poison_(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _filled(allocate: Callable[..., Tensor], fill_: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(allocate)
     def wrapper(*args: object, **kwargs: object) -> Tensor:
         tensor = allocate(*args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        return poison_(tensor) if caller.split(".")[0] == "abyssal" else tensor
+        return fill_(tensor) if caller.split(".")[0] == "abyssal" else tensor
 
     return wrapper
+
+
+@contextmanager
+def filling(fill_: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Uninitialised memory that the package asks for is filled by `fill_`, in place."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "empty_like", "empty_strided"):
+            patch.setattr(torch, name, _filled(getattr(torch, name), fill_))
+        for name in ("new_empty", "new_empty_strided"):
+            patch.setattr(Tensor, name, _filled(getattr(Tensor, name), fill_))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
 def poison() -> Iterator[None]:
     """Uninitialised memory inside the package holds NaN and wild integers, so an unwritten output cannot pass a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("empty", "empty_like", "empty_strided"):
-            patch.setattr(torch, name, _poisoned(getattr(torch, name)))
-        for name in ("new_empty", "new_empty_strided"):
-            patch.setattr(Tensor, name, _poisoned(getattr(Tensor, name)))
+    with filling(poison_):
         yield
 
 

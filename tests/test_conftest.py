@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.conftest import DATA, POISON_LIMIT, _poisoned
+from tests.conftest import DATA, POISON_LIMIT, _filled, poison_
 
 # Code that counts as the package's own: the poison looks at the caller's module name.
 INSIDE = {"__name__": "abyssal.probe", "torch": torch}
@@ -35,7 +35,7 @@ def test_large_pools_are_poisoned_where_pages_are_handed_out_first() -> None:
 
 def test_allocations_of_others_are_left_alone() -> None:
     """Libraries and tests may fill their own buffers piecemeal; only a caller inside the package is handed poison."""
-    zeros = _poisoned(torch.zeros)
+    zeros = _filled(torch.zeros, poison_)
     assert (zeros(5) == 0).all()
     assert (eval("zeros(5)", {"__name__": "abyssal_plugin", "zeros": zeros}) == 0).all()
     assert eval("zeros(5)", {"__name__": "abyssal.probe", "zeros": zeros}).isnan().all()

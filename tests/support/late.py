@@ -6,20 +6,17 @@ with the GPU, or memory holds the right values from the last time, one that does
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import pytest
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from tests.conftest import POISON_LIMIT
+from tests.conftest import POISON_LIMIT, filling
 
 SLEEP = 60_000_000  # cycles, about 35 ms: longer than the host takes to launch a step
 CROWD = 2_000_000  # ns
@@ -59,27 +56,15 @@ def late_fill(tensor: Tensor, value: int, nanoseconds: int = LATE) -> Tensor:
     return tensor
 
 
-def _late(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(allocate)
-    def wrapper(*args: object, **kwargs: object) -> Tensor:
-        tensor = allocate(*args, **kwargs)
-        inside = sys._getframe(1).f_globals.get("__name__", "").split(".")[0] == "abyssal"
-        if inside and tensor.is_cuda and tensor.numel() and tensor.is_contiguous() and tensor.dtype != torch.bool:
-            late_fill(tensor, 0x40 if tensor.dtype in (torch.int16, torch.int32, torch.int64) else 0xFF)
-        return tensor
-
-    return wrapper
+def late_poison_(tensor: Tensor) -> Tensor:
+    if tensor.is_cuda and tensor.numel() and tensor.is_contiguous() and tensor.dtype != torch.bool:
+        late_fill(tensor, 0x40 if tensor.dtype in (torch.int16, torch.int32, torch.int64) else 0xFF)
+    return tensor
 
 
-@contextmanager
-def late_poison() -> Iterator[None]:
+def late_poison() -> AbstractContextManager[None]:
     """What the package allocates on a GPU becomes poison (see `tests/conftest.py`) as late as it can."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("empty", "empty_like", "empty_strided"):
-            patch.setattr(torch, name, _late(getattr(torch, name)))
-        for name in ("new_empty", "new_empty_strided"):
-            patch.setattr(Tensor, name, _late(getattr(Tensor, name)))
-        yield
+    return filling(late_poison_)
 
 
 @contextmanager

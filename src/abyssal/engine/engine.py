@@ -277,11 +277,11 @@ class Engine:
 
     def _step(self) -> list[RequestUpdate]:
         scheduled = self.scheduler.schedule()
-        flies = bool(scheduled) and self._can_fly(scheduled)
+        flies = self._can_fly(scheduled)
         if self._flight is not None and not flies:  # what comes next follows from its tokens
             self._land_between_steps()
             scheduled = self.scheduler.schedule()
-            flies = bool(scheduled) and self._can_fly(scheduled)
+            flies = self._can_fly(scheduled)
         self._steps += bool(scheduled)
         if flies:
             updates = self._launch(scheduled)
@@ -412,7 +412,7 @@ class Engine:
 
         What a sequence alone broke has to show at once.
         """
-        if self.runner.decoder is None and self.runner.device.type == "cpu":
+        if not scheduled or (self.runner.decoder is None and self.runner.device.type == "cpu"):
             return False
         for seq, count in scheduled:
             if seq.draws(count) and not seq.sampler.is_plain:

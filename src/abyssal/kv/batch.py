@@ -170,9 +170,8 @@ class Batch:
     compress: dict[int, CompressFacts]  # ratio -> facts
     tables: dict[str, Tensor]  # for `lists`: whole-context kinds -> [layers, S, pages] int32, NO_PAGE after the last
     entries: dict[str, Tensor]  # for `groups`: whole-context kinds -> [layers, S, entries] int32 slots, -1 after the last
-    engram_rows: (
-        Tensor | None
-    )  # [engram layers, T, columns] int64 where the hash is, rows of the n-gram tables; None: there are none
+    # Rows of the n-gram tables, [engram layers, T, columns] int64 on the device of the hash; None: there are none
+    engram_rows: Tensor | None
 
     @property
     def of_tokens(self) -> TokenFacts:

@@ -413,9 +413,8 @@ class KVCache:
         dropped: dict[str, list[np.ndarray]] = {}
         for seq, end in zip(seqs, ends, strict=True):
             for name in self._leaving[(end - 1) % BLOCK_TOKENS]:
-                table, spec = seq.tables[name], self.specs[name]
-                count = spec.first_kept(end) // spec.ratio // spec.entries_per_page - table.first_block
-                if count > 0 and table.pages.shape[1]:
+                table = seq.tables[name]
+                if (count := self.specs[name].first_block(end) - table.first_block) > 0 and table.pages.shape[1]:
                     dropped.setdefault(name, []).append(_cut_front(table, count))
         for name, parts in dropped.items():
             pages = np.concatenate(parts, axis=1)

@@ -45,8 +45,12 @@ class CacheSpec:
         """Blocks, of `entries_per_page` entries each, that a sequence of `tokens` tokens needs between steps."""
         if self.lifetime == "record":
             return range(-(-self.record_entries // self.entries_per_page) if tokens else 0)
-        first, end = self.first_kept(tokens) // self.ratio, tokens // self.ratio  # an entry is stored when its group is complete
-        return range(first // self.entries_per_page, -(-end // self.entries_per_page))
+        end = tokens // self.ratio  # an entry is stored when its group is complete
+        return range(self.first_block(tokens), -(-end // self.entries_per_page))
+
+    def first_block(self, tokens: int) -> int:
+        """The first of `blocks`, of a kind whose lifetime is no record."""
+        return self.first_kept(tokens) // self.ratio // self.entries_per_page
 
 
 @dataclass(frozen=True, slots=True)
