@@ -167,7 +167,9 @@ class EngineConfig:
     index_layout: str = option("auto", "record format of index keys", choices=("auto", "fp32", "bf16", "fp8", "fp4"))
     backend: str = option("auto", "which implementation of the ops runs", choices=("auto", "reference", "triton", "hopper"))
     block_size: int = option(256, "tokens per block of the cache; layouts and kernels are built for 256", low=256, high=256)
-    max_num_batched_tokens: int = option(2048, "most tokens in one engine step", low=1)
+    max_num_batched_tokens: int = option(
+        4096, "most tokens in one engine step; more: prompts are done sooner, but what decodes beside them waits longer", low=1
+    )
     max_num_seqs: int = option(64, "most sequences running at a time", low=1)
     gpu_memory_utilization: float = option(0.9, "part of the GPU's memory to use", above=0, high=1)
     kv_cache_bytes: int | None = option(
