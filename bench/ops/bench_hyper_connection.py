@@ -26,8 +26,8 @@ HIDDEN = (5120, 7168, 4096)
 TOKENS = (1, 8, 64, 512, 4096)
 # tokens -> one launch, block_tokens, block_hidden, warps, stages, registers
 VARIANTS: dict[int, list[tuple[int, ...]]] = {
-    1: [(True, 1, 32, 2, 2, 255), (True, 8, 64, 2, 2, 255)],
-    8: [(True, 8, 64, 2, 2, 255)],
+    1: [(True, 1, 32, 2, 2, 255), (True, 8, 128, 4, 2, 255)],
+    8: [(True, 8, 128, 4, 2, 255)],
     64: [(True, 16, 128, 4, 2, 255), (True, 16, 128, 4, 2, 200)],
     512: [(False, 32, 64, 4, 2, 168)],
     4096: [(False, 64, 32, 4, 3, 255), (False, 64, 32, 8, 3, 128), (False, 32, 64, 4, 2, 168)],

@@ -64,7 +64,7 @@ class KernelWeights:
 
 # Whether a site collapses with its own pre (V4) or a given one (V4.1) -> up to so many tokens: one launch, block_tokens,
 # block_hidden, warps, stages, registers per thread. 1 to 8 tokens have one launch shape, so that a token's bits are the same alone.
-FEW = (8, True, 8, 128, 4, 2, 255)
+FEW = (8, True, 8, 64, 4, 2, 255)
 MANY = ((1024, False, 64, 32, 4, 3, 255), (1 << 31, False, 32, 64, 4, 2, 168))
 LAUNCHES = {own_pre: (FEW, (64, True, 16, 128, 4, 2, registers), *MANY) for own_pre, registers in ((True, 200), (False, 255))}
 INVARIANT = (64, 32, 4, 3, 255)  # block_tokens, block_hidden, warps, stages, registers in batch-invariant mode
