@@ -1,5 +1,6 @@
 """Index scores against a loop; hidden entries may hold anything."""
 
+from collections import defaultdict
 from itertools import product
 
 import pytest
@@ -362,9 +363,9 @@ def test_kernel_bad_input_is_named(kernel):
         paged.score(kernel, torch.tensor([[1]]))
 
 
-def test_hopper_launches_of_all_sizes_share_few_binaries(monkeypatch):
+def record_binaries(monkeypatch, module, name: str) -> set:
     """Triton compiles one for every set of constants and of what it specialises: integers that are 1 or multiples of 16, pointers too."""
-    kernel, binaries = gluon._index_score_kernel_sm90, set()
+    kernel, binaries = getattr(module, name), set()
 
     def launch(*arguments, **constants):
         kinds = []
@@ -373,7 +374,12 @@ def test_hopper_launches_of_all_sizes_share_few_binaries(monkeypatch):
             kinds.append(isinstance(number, int) and not parameter.do_not_specialize and (number == 1, number % 16 == 0))
         binaries.add((*kinds, *constants.items()))
 
-    monkeypatch.setattr(gluon, "_index_score_kernel_sm90", dict.fromkeys([(count,) for count in (2, 4, 6, 8)], launch))
+    monkeypatch.setattr(module, name, defaultdict(lambda: launch))
+    return binaries
+
+
+def test_hopper_launches_of_all_sizes_share_few_binaries(monkeypatch):
+    binaries = record_binaries(monkeypatch, gluon, "_index_score_kernel_sm90")
     pool, layout = torch.zeros(2, 8640, dtype=torch.uint8), layouts.get("index_fp8")
     for n, b in ((1, 1), (3, 1), (16, 1), (1, 2), (2, 3), (1, 4), (1, 77), (1, 512), (2, 700), (1, 2048)):
         for first, entries in ((0, 64), (1, 960), (2, 1000), (3, 4096)):
@@ -384,6 +390,20 @@ def test_hopper_launches_of_all_sizes_share_few_binaries(monkeypatch):
                 q, weights, pool, table, visible, layout=layout, entries_per_page=64, num_entries=entries, maxima=maxima
             )
     assert len(binaries) == 3, "for 1, 2 and 4 queries that share keys"
+
+
+def test_hopper_launches_over_blocks_share_a_binary(monkeypatch):
+    binaries = record_binaries(monkeypatch, gluon_blocks, "_index_score_blocks_kernel_sm90")
+    pool, layout = torch.zeros(2, 8640, dtype=torch.uint8), layouts.get("index_fp8")
+    for n, b in ((1, 1), (3, 1), (1, 77), (2, 700), (1, 2048)):
+        for first, count in ((0, 2048), (1, 2048), (2, 16), (3, 1)):
+            q = torch.zeros(first + n, b, 32, 128, dtype=torch.uint8).view(torch.float8_e4m3fn)[first:]
+            weights, visible = torch.zeros(first + n, b, 32)[first:], torch.zeros(first + n, b, dtype=torch.int32)[first:]
+            table, blocks = torch.zeros(first + n, 65, dtype=torch.int32)[first:], torch.zeros(n, b, count, dtype=torch.int32)
+            gluon_blocks.index_score_blocks(
+                q, weights, pool, table, blocks, visible, layout=layout, entries_per_page=64, block_size=8
+            )
+    assert len(binaries) == 1
 
 
 @pytest.mark.gpu
@@ -456,6 +476,9 @@ def test_h01_kernel_with_pages_beyond_4_gib(kernel):
     pool[first : first + len(paged.pool)] = paged.pool.cuda()
     paged.pool, paged.table = pool, paged.table + first
     assert torch.equal(paged.score(kernel, torch.tensor([[200]])), low)
+    by_blocks = gluon_blocks if kernel is gluon else kernel
+    near = paged.score_blocks(by_blocks, torch.arange(25).view(1, 1, 25), torch.tensor([[200]]))
+    paged.check_blocks(near, torch.arange(25).view(1, 1, 25), torch.tensor([[200]]))
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import HOPPER, AotCase
 from abyssal.ops._records import multiprocessors
-from abyssal.ops.index_score._paged import check_blocks
+from abyssal.ops.index_score._paged import KEYS_PER_TILE, check_blocks
 from abyssal.ops.index_score.gluon import (
     DIM,
     KEYS,
@@ -49,15 +49,16 @@ from abyssal.ops.index_score.gluon import (
     _widen_to_int8,
 )
 
-PAIRS_PER_PROGRAM = gl.constexpr(32)  # of tiles, at most: a bit each
+PAIRS = 32  # of tiles that a program takes at most: a bit each
+PAIRS_PER_PROGRAM = gl.constexpr(PAIRS)
 
 
 class Keys(NamedTuple):
-    """Where a program's candidates lie."""
+    """Where a program's candidates lie: in shared memory, a number for every GRAIN-th of them."""
 
     pool: Any  # int32
-    page_words: Any
-    slots: Any  # in shared memory [tiles, KEYS / GRAIN]: of every GRAIN-th candidate, page * ENTRIES + row
+    units: Any  # int32 [tiles, KEYS / GRAIN]: of 64 bytes of the pool before a key
+    scales: Any  # int32 [tiles / 2, 2 * KEYS / GRAIN]: words from there to its scales
 
 
 @gluon.constexpr_function
@@ -74,25 +75,17 @@ def _by_grain(grain, registers, lanes, warps, keys):
 
 
 @gluon.jit
-def _key_slots(slots, LAYOUT: gl.constexpr):
-    """Slots of candidates [n / GRAIN] in shared memory -> of every one, [n]."""
+def _per_key(shared, LAYOUT: gl.constexpr):
+    """Numbers of groups of candidates, in shared memory -> of every candidate, with LAYOUT of [groups, GRAIN]."""
     GRAIN: gl.constexpr = LAYOUT.shape[1]
-    each = gl.expand_dims(slots.load(gl.SliceLayout(1, LAYOUT)), 1)
-    within = gl.expand_dims(gl.arange(0, GRAIN, gl.SliceLayout(0, LAYOUT)), 0)
-    return gl.reshape(each + within, (LAYOUT.shape[0] * GRAIN,))
+    of_group = gl.expand_dims(shared.load(gl.SliceLayout(1, LAYOUT)), 1)
+    return gl.broadcast(of_group, gl.expand_dims(gl.arange(0, GRAIN, gl.SliceLayout(0, LAYOUT)), 0))[0]
 
 
 @gluon.jit
-def _page(keys, slot, ENTRIES: gl.constexpr):
-    """Where a slot's page begins, and its row there."""
-    slot = slot.to(gl.uint32)
-    return (slot // ENTRIES).to(gl.int64) * keys.page_words, (slot % ENTRIES).to(gl.int32)
-
-
-@gluon.jit
-def _load_words(keys, tile, KEY_WORDS: gl.constexpr, ENTRIES: gl.constexpr):
+def _load_words(keys, tile, KEY_WORDS: gl.constexpr):
     """Words [64, KEY_WORDS] of a tile's keys, 16 bytes per load: a lane has one or two neighbouring pieces of two keys."""
-    GRAIN: gl.constexpr = KEYS // keys.slots.shape[1]
+    GRAIN: gl.constexpr = KEYS // keys.units.shape[1]
     PIECES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0]] if KEY_WORDS == 32 else [[0, 1], [0, 2], [8, 0]],
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]] if KEY_WORDS == 32 else [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
@@ -100,22 +93,22 @@ def _load_words(keys, tile, KEY_WORDS: gl.constexpr, ENTRIES: gl.constexpr):
         [],
         [KEYS, KEY_WORDS],
     )
-    slot = _key_slots(keys.slots.index(tile), _by_grain(GRAIN, [8], [0, 0, 1, 2, 4], [16, 32], KEYS))
-    page, row = _page(keys, gl.convert_layout(slot, gl.SliceLayout(1, PIECES), assert_trivial=True), ENTRIES)
-    at = page + row * KEY_WORDS
-    return gl.load(keys.pool + gl.expand_dims(at, 1) + gl.expand_dims(gl.arange(0, KEY_WORDS, gl.SliceLayout(0, PIECES)), 0))
+    units = gl.reshape(_per_key(keys.units.index(tile), _by_grain(GRAIN, [8], [0, 0, 1, 2, 4], [16, 32], KEYS)), (KEYS,))
+    units = gl.convert_layout(units, gl.SliceLayout(1, PIECES), assert_trivial=True)
+    within = gl.arange(0, KEYS, gl.SliceLayout(1, PIECES)) % GRAIN * KEY_WORDS
+    piece = keys.pool + (gl.expand_dims(within, 1) + gl.expand_dims(gl.arange(0, KEY_WORDS, gl.SliceLayout(0, PIECES)), 0))
+    return gl.load(piece + gl.expand_dims(units.to(gl.uint32).to(gl.int64) * 16, 1))
 
 
 @gluon.jit
-def _load_factors(keys, pair, KEY_WORDS: gl.constexpr, ENTRIES: gl.constexpr):
+def _load_factors(keys, pair):
     """The word of scales of that key of two tiles whose score a lane holds in the end, int32 [warp, 8, lane]."""
-    GRAIN: gl.constexpr = KEYS // keys.slots.shape[1]
-    TWO: gl.constexpr = keys.slots.shape[0] // 2
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    slots = keys.slots._reinterpret(gl.int32, [TWO, 2 * KEYS // GRAIN], PLAIN)
-    slot = _key_slots(slots.index(pair), _by_grain(GRAIN, [], [8, 64, 1, 2, 4], [16, 32], 2 * KEYS))
-    page, row = _page(keys, slot, ENTRIES)
-    factors = gl.load(keys.pool + page + (row + ENTRIES * KEY_WORDS))
+    GRAIN: gl.constexpr = KEYS // keys.units.shape[1]
+    LAYOUT: gl.constexpr = _by_grain(GRAIN, [], [8, 64, 1, 2, 4], [16, 32], 2 * KEYS)
+    units = _per_key(keys.units._reinterpret(gl.int32, keys.scales.shape, keys.scales.layout).index(pair), LAYOUT)
+    at = keys.pool + gl.expand_dims(gl.arange(0, GRAIN, gl.SliceLayout(0, LAYOUT)), 0)
+    at += units.to(gl.uint32).to(gl.int64) * 16
+    factors = gl.load(at + _per_key(keys.scales.index(pair), LAYOUT))
     factors = gl.permute(gl.reshape(factors, (2, 4, 2, 8)), (1, 3, 0, 2))
     return gl.convert_layout(gl.reshape(factors, (4, 8, 4)), LANES, assert_trivial=True)
 
@@ -150,20 +143,20 @@ def _store_scores(done):
 
 
 @gluon.jit
-def _score_in_fp16(keys, queries, done, count, HEADS: gl.constexpr, ENTRIES: gl.constexpr):
+def _score_in_fp16(keys, queries, done, count, HEADS: gl.constexpr):
     """Pairs of tiles of e4m3 keys; beside each the scores of the one before. A positive scale passes the relu."""
     MMA: gl.constexpr = _mma(HEADS, gl.float16)
     of_heads = _load_weights(queries, 0, HEADS)
-    words_a, words_b = _load_words(keys, 0, 32, ENTRIES), _load_words(keys, 1, 32, ENTRIES)
-    factors = _load_factors(keys, 0, 32, ENTRIES)
+    words_a, words_b = _load_words(keys, 0, 32), _load_words(keys, 1, 32)
+    factors = _load_factors(keys, 0)
     for pair in range(count):
         following = gl.minimum(pair + 1, count - 1)  # of the last, whose words nobody needs, once more
         dots_a = _multiply(_widen_fp8(words_a, MMA), queries, 0, HEADS)
-        words_a = _load_words(keys, 2 * following, 32, ENTRIES)
+        words_a = _load_words(keys, 2 * following, 32)
         wide_b = _widen_fp8(words_b, MMA)
-        words_b = _load_words(keys, 2 * following + 1, 32, ENTRIES)
+        words_b = _load_words(keys, 2 * following + 1, 32)
         scales = factors.to(gl.float32, bitcast=True)
-        factors = _load_factors(keys, following, 32, ENTRIES)
+        factors = _load_factors(keys, following)
         _store(_add_pairs(done.sums, done.entry), done.at, done.best_at, done.entry, done.reach, False)
         dots_a = warpgroup_mma_wait(0, deps=(dots_a,))
         dots_b = _multiply(wide_b, queries, 0, HEADS)
@@ -175,21 +168,21 @@ def _score_in_fp16(keys, queries, done, count, HEADS: gl.constexpr, ENTRIES: gl.
 
 
 @gluon.jit
-def _score_in_int8(keys, queries, done, count, HEADS: gl.constexpr, ENTRIES: gl.constexpr):
+def _score_in_int8(keys, queries, done, count, HEADS: gl.constexpr):
     """Pairs of tiles of e2m1 keys -> bits of those pairs in which a key's scales are too wide apart, whose scores are wrong."""
     MMA: gl.constexpr = _mma(HEADS, gl.int8)
     of_heads = _load_weights(queries, 0, HEADS)
-    words_a, words_b = _load_words(keys, 0, 16, ENTRIES), _load_words(keys, 1, 16, ENTRIES)
-    factors = _load_factors(keys, 0, 16, ENTRIES)
+    words_a, words_b = _load_words(keys, 0, 16), _load_words(keys, 1, 16)
+    factors = _load_factors(keys, 0)
     wide = gl.zeros([4, 8, 4], gl.int32, LANES)
     for pair in range(count):
         following = gl.minimum(pair + 1, count - 1)  # of the last, whose words nobody needs, once more
         largest, units, missing = _prepare_scales(factors)
-        factors = _load_factors(keys, following, 16, ENTRIES)
+        factors = _load_factors(keys, following)
         dots_a = _multiply(_widen_to_int8(words_a, _own_bytes(units, 0), MMA), queries, 0, HEADS)
-        words_a = _load_words(keys, 2 * following, 16, ENTRIES)
+        words_a = _load_words(keys, 2 * following, 16)
         dots_b = _multiply(_widen_to_int8(words_b, _own_bytes(units, 1), MMA), queries, 0, HEADS)
-        words_b = _load_words(keys, 2 * following + 1, 16, ENTRIES)
+        words_b = _load_words(keys, 2 * following + 1, 16)
         wide |= (missing != 0).to(gl.int32) << pair
         dots_a = warpgroup_mma_wait(1, deps=(dots_a,))
         low_a, high_a = _lane_sums(dots_a, of_heads, HEADS)
@@ -203,18 +196,18 @@ def _score_in_int8(keys, queries, done, count, HEADS: gl.constexpr, ENTRIES: gl.
 
 
 @gluon.jit
-def _score_in_bf16(keys, queries, done, count, chosen, HEADS: gl.constexpr, ENTRIES: gl.constexpr):
+def _score_in_bf16(keys, queries, done, count, chosen, HEADS: gl.constexpr):
     """Those pairs of tiles of e2m1 keys whose bit of `chosen` is set, widened with their scales."""
     MMA: gl.constexpr = _mma(HEADS, gl.bfloat16)
     of_heads = _load_weights(queries, 0, HEADS)
     ones = gl.full([4, 8, 4], 1.0, gl.float32, LANES)
     for pair in range(count):
         if ((chosen >> pair) & 1) != 0:
-            factors = _load_factors(keys, pair, 16, ENTRIES)
-            wide = _widen_mxfp4(_load_words(keys, 2 * pair, 16, ENTRIES), _own_bytes(factors, 0), MMA)
+            factors = _load_factors(keys, pair)
+            wide = _widen_mxfp4(_load_words(keys, 2 * pair, 16), _own_bytes(factors, 0), MMA)
             dots = warpgroup_mma_wait(0, deps=(_multiply(wide, queries, 0, HEADS),))
             low_a, high_a = _lane_sums(dots, of_heads, HEADS)
-            wide = _widen_mxfp4(_load_words(keys, 2 * pair + 1, 16, ENTRIES), _own_bytes(factors, 1), MMA)
+            wide = _widen_mxfp4(_load_words(keys, 2 * pair + 1, 16), _own_bytes(factors, 1), MMA)
             dots = warpgroup_mma_wait(0, deps=(_multiply(wide, queries, 0, HEADS),))
             low_b, high_b = _lane_sums(dots, of_heads, HEADS)
             sums = Sums(low_a, high_a, low_b, high_b, ones)
@@ -247,10 +240,11 @@ def _index_score_blocks_kernel_sm90(
     FP4: gl.constexpr = LAYOUT == "index_mxfp4"
     GRAIN: gl.constexpr = _grain(BLOCK)
     PER_BLOCK: gl.constexpr = BLOCK // GRAIN
-    SLOTS: gl.constexpr = PAIRS_PER_PROGRAM * (2 * KEYS) // GRAIN
+    GROUPS: gl.constexpr = PAIRS_PER_PROGRAM * (2 * KEYS) // GRAIN
     # Swizzled: with 64 heads the four rows of 64 bytes would meet in the same banks.
     WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(4 if HEADS > 8 else 2, 2, 2 if HEADS == 64 else 1, order=[1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    KEY_WORDS: gl.constexpr = 16 if FP4 else 32
     WIDE: gl.constexpr = gl.bfloat16 if FP4 else gl.float16
     row = gl.program_id(0).to(gl.int64)
     seen = gl.load(visible + row)
@@ -261,11 +255,13 @@ def _index_score_blocks_kernel_sm90(
     if count == 0:
         return
 
-    place = gl.arange(0, SLOTS, gl.BlockedLayout([1], [32], [4], [0]))
+    place = gl.arange(0, GROUPS, gl.BlockedLayout([1], [32], [4], [0]))
     index = first * (2 * KEYS // BLOCK) + place // PER_BLOCK
-    live = (place < count * (2 * KEYS // GRAIN)) & (index * BLOCK < seen)
-    entry = gl.load(blocks + row * num_blocks + index, mask=live, other=0) * BLOCK + place % PER_BLOCK * GRAIN
-    page = gl.load(page_table + row // b * table_stride + entry // ENTRIES, mask=live, other=0)
+    index = gl.minimum(
+        index, (gl.minimum((first + count) * (2 * KEYS), seen) - 1) // BLOCK
+    )  # what is read of others is not stored
+    entry = gl.load(blocks + row * num_blocks + index) * BLOCK + place % PER_BLOCK * GRAIN
+    page = gl.load(page_table + row // b * table_stride + entry // ENTRIES)
     q_shared = gl.allocate_shared_memory(WIDE, [1, HEADS, DIM], gl.NVMMASharedLayout.get_default_for([HEADS, DIM], WIDE))
     w_shared = gl.allocate_shared_memory(gl.float32, [1, 4, HEADS // 4], WEIGHTS)
     precise = Queries(q_shared, w_shared)
@@ -280,29 +276,31 @@ def _index_score_blocks_kernel_sm90(
         _store_query_in_int8(q, weights, queries, HEADS)
     else:
         _store_query(_load_query(q, True, HEADS), weights, precise, 0, HEADS)
-    slots = gl.allocate_shared_memory(gl.int32, [2 * PAIRS_PER_PROGRAM, KEYS // GRAIN], PLAIN)
-    slots._reinterpret(gl.int32, [SLOTS], PLAIN).store(page * ENTRIES + entry % ENTRIES)
+    units = gl.allocate_shared_memory(gl.int32, [2 * PAIRS_PER_PROGRAM, KEYS // GRAIN], PLAIN)
+    units._reinterpret(gl.int32, [GROUPS], PLAIN).store(page * (page_words // 16) + entry % ENTRIES * (KEY_WORDS // 16))
+    scales = gl.allocate_shared_memory(gl.int32, [PAIRS_PER_PROGRAM, 2 * KEYS // GRAIN], PLAIN)
+    scales._reinterpret(gl.int32, [GROUPS], PLAIN).store(ENTRIES * KEY_WORDS - entry % ENTRIES * (KEY_WORDS - 1))
     fence_async_shared()
     gl.thread_barrier()
 
-    keys = Keys(pool, page_words, slots)
+    keys = Keys(pool, units, scales)
     at, best_at = _output_from(Output(out, num_blocks * BLOCK, out, 0), row, 2 * first)
     zeros = gl.zeros([4, 8, 4], gl.float32, LANES)
     before = _places() - 2 * KEYS  # not stored
     reach = gl.minimum(seen - first * (2 * KEYS), count * (2 * KEYS))
     if FP4:
         done = Done(Sums(zeros, zeros, zeros, zeros, zeros), before, at, best_at, reach)
-        wide = _score_in_int8(keys, queries, done, count, HEADS, ENTRIES)
+        wide = _score_in_int8(keys, queries, done, count, HEADS)
         if gl.max(queries.inexact.load(gl.BlockedLayout([queries.inexact.shape[0]], [32], [4], [0])).to(gl.uint32), 0) != 0:
             wide = -1
         if wide != 0:
             _store_query(_load_query(q, True, HEADS), weights, precise, 0, HEADS)
             fence_async_shared()
             gl.thread_barrier()
-            _score_in_bf16(keys, precise, done, count, wide, HEADS, ENTRIES)
+            _score_in_bf16(keys, precise, done, count, wide, HEADS)
     else:
         done = Done(Pairs(zeros, zeros, zeros, zeros, zeros), before, at, best_at, reach)
-        _score_in_fp16(keys, precise, done, count, HEADS, ENTRIES)
+        _score_in_fp16(keys, precise, done, count, HEADS)
 
 
 @dataclass(frozen=True)
@@ -315,10 +313,11 @@ class BlocksConfig:
 
 def blocks_config(rows: int, candidates: int, heads: int, multiprocessors: int) -> BlocksConfig:
     """Enough programs of few queries for every multiprocessor, and never more candidates than a program takes."""
-    pairs = -(-candidates // 128)
-    least = -(-pairs // 32)
-    wanted = -(-4 * multiprocessors // rows)
-    return BlocksConfig(max(least, min(pairs, wanted)), 128)
+    pairs = -(-candidates // (2 * KEYS_PER_TILE))
+    fewest = -(-pairs // PAIRS)
+    copies = 3 if heads == 64 else 4
+    programs = max(fewest, min(pairs, -(-copies * multiprocessors // rows)))
+    return BlocksConfig(programs, registers=512 // copies // 8 * 8)
 
 
 def index_score_blocks(
@@ -350,6 +349,7 @@ def index_score_blocks(
         return out
     assert out.is_contiguous() and out.shape == (n, b, count)
     config = config or blocks_config(n * b, count, heads, multiprocessors(q.device, interpreted=2))
+    assert config.programs * PAIRS * 2 * KEYS_PER_TILE >= count
     _index_score_blocks_kernel_sm90[(n * b, config.programs)](
         q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q,
         weights,
@@ -388,7 +388,7 @@ def aot_cases() -> list[AotCase]:
             constants={"LAYOUT": layout, "HEADS": heads, "ENTRIES": 128, "BLOCK": block},
             aligned=("q", "pool", "page_words"),
             archs=(HOPPER,),
-            max_registers=128,
+            max_registers=blocks_config(1, 16384, heads, 132).registers,
         )
         for layout in ("index_fp8", "index_mxfp4")
         for heads, block in ((32, 8), (64, 8), (8, 1), (8, 64))
