@@ -312,11 +312,11 @@ class BlocksConfig:
 
 
 def blocks_config(rows: int, candidates: int, heads: int, multiprocessors: int) -> BlocksConfig:
-    """Enough programs of few queries for every multiprocessor, and never more candidates than a program takes."""
+    """As many programs as registers hold at a time, and of many queries as few as can take their candidates."""
     pairs = -(-candidates // (2 * KEYS_PER_TILE))
     fewest = -(-pairs // PAIRS)
     copies = 3 if heads == 64 else 4
-    programs = max(fewest, min(pairs, -(-copies * multiprocessors // rows)))
+    programs = max(fewest, min(pairs, copies * multiprocessors // rows))
     return BlocksConfig(programs, registers=512 // copies // 8 * 8)
 
 
