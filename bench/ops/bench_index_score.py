@@ -67,7 +67,7 @@ def worst_block_error(scores: torch.Tensor, paged: Paged, blocks: torch.Tensor, 
     return float(((scores[-1, -1, : len(entries)].double() - terms.sum(1)).abs() / terms.abs().sum(1)).max())
 
 
-def block_results(heads: int = 32) -> list[dict]:
+def block_results(names: list[str] | None, heads: int = 32) -> list[dict]:
     results = []
     for n, b, entries, scattered in BLOCK_ROWS:
         for layout in ("index_fp8", "index_mxfp4"):
@@ -78,11 +78,17 @@ def block_results(heads: int = 32) -> list[dict]:
             size = n * min(entries, b * BLOCKS * BLOCK) * record.bytes_per_entry + n * b * BLOCKS * (4 + 4 * BLOCK)
             flops = 2 * n * b * BLOCKS * BLOCK * heads * 128
             for name, module in (("gluon", gluon_blocks), ("triton", triton)):
+                if names and name not in names:
+                    continue
                 call = functools.partial(module.index_score_blocks, layout=record, **options)
-                result = {"keys": f"{n} x {b} x {BLOCKS * BLOCK}", "heads": heads, "layout": layout, "kernel": name}
-                result["error"] = worst_block_error(call(*inputs), paged, blocks, layout)
-                result["warm_us"] = result["cold_us"] = median_us(call, [inputs], calls=4 if b > 1 else 20)
-                result["roof_us"] = max(size / COPY_BANDWIDTH, flops / BF16_FLOPS) * 1e6
+                place = "scattered" if scattered else "together"
+                result = {"keys": f"{n} x {b} x {BLOCKS} {place}", "heads": heads, "layout": layout, "kernel": name}
+                try:
+                    result["error"] = worst_block_error(call(*inputs), paged, blocks, layout)
+                    result["warm_us"] = result["cold_us"] = median_us(call, [inputs], calls=4 if b > 1 else 20)
+                    result["roof_us"] = max(size / COPY_BANDWIDTH, flops / BF16_FLOPS) * 1e6
+                except FAILURES as failure:
+                    result["failure"] = f"{type(failure).__name__}: {failure}"[:90]
                 results.append(result)
             del paged, blocks, inputs
             torch.cuda.empty_cache()
@@ -102,15 +108,10 @@ def deep_gemm_call(n: int, entries: int) -> Callable[..., torch.Tensor]:
     return call
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rows", type=int, nargs="*", help="indices of the rows to run")
-    parser.add_argument("--kernels", nargs="*", help="the first words of their names: gluon, triton, deep_gemm")
-    args = parser.parse_args()
+def results_of_rows(rows: list[int] | None, names: list[str] | None) -> list[dict]:
     results = []
     for index, row in enumerate(ROWS):
-        if args.rows and index not in args.rows:
+        if rows and index not in rows:
             continue
         n, entries, heads = row
         for layout in ("index_fp8", "index_mxfp4"):
@@ -125,7 +126,7 @@ def main() -> None:
                 plain = [random_paged(layout, n, 1, heads, entries, page_bytes=8448) for _ in sets]
                 calls["deep_gemm"] = (None, plain)
             for name, (call, inputs) in calls.items():
-                if args.kernels and name.split(" ")[0].rstrip(",") not in args.kernels:
+                if names and name.split(" ")[0].rstrip(",") not in names:
                     continue
                 result = {"keys": f"{n} x {entries}", "heads": heads, "layout": layout, "kernel": name}
                 try:
@@ -140,14 +141,27 @@ def main() -> None:
                 results.append(result)
             del sets, calls
             torch.cuda.empty_cache()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rows", type=int, nargs="*", help="indices of the rows to run, without candidate blocks")
+    parser.add_argument("--blocks", action="store_true", help="candidate blocks only")
+    parser.add_argument("--kernels", nargs="*", help="the first words of their names: gluon, triton, deep_gemm")
+    args = parser.parse_args()
+    results = [] if args.blocks else results_of_rows(args.rows, args.kernels)
+    if not args.rows:
+        results += block_results(args.kernels)
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; roof: keys, scales and scores at {COPY_BANDWIDTH / 1e12} TB/s"
     )
     print(
-        f"{'sequences x keys':16} {'heads':>5} {'layout':12} {'kernel':18} {'warm us':>8} {'cold us':>8} {'roof us':>8} {'of roof':>8} {'error':>8}"
+        f"{'sequences x keys':24} {'heads':>5} {'layout':12} {'kernel':18} {'warm us':>8} {'cold us':>8} {'roof us':>8} {'of roof':>8} {'error':>8}"
     )
     for r in results:
-        head = f"{r['keys']:16} {r['heads']:5} {r['layout']:12} {r['kernel']:18}"
+        head = f"{r['keys']:24} {r['heads']:5} {r['layout']:12} {r['kernel']:18}"
         if "failure" in r:
             print(f"{head} {r['failure']}")
         else:
