@@ -14,13 +14,17 @@ from triton.language.extra.cuda import gdc_wait
 from abyssal.ops.argmax.triton import argmax
 from abyssal.ops.hyper_connection import gluon as site_tiles
 from abyssal.ops.hyper_connection import triton as sites
+from abyssal.ops.index_score import gluon as scores
+from abyssal.ops.index_score import gluon_blocks as block_scores
 from abyssal.ops.linear import triton as products
 from abyssal.ops.moe import gluon as expert_tiles
 from abyssal.ops.moe import triton as experts
 from abyssal.ops.norm.triton import rms_norm
+from abyssal.ops.select_topk.triton import candidate_blocks, select_topk
 from abyssal.ops.sparse_attention import gluon as attention
 from abyssal.ops.sparse_attention.arguments import Splits
 from tests.ops.test_hyper_connection import make_site
+from tests.ops.test_index_score import Paged
 from tests.ops.test_linear import fp8_weight, fp32_weight, plain_weight, tokens_of
 from tests.ops.test_moe import REAL, random_input, random_layer
 from tests.ops.test_sparse_attention import make_case
@@ -111,12 +115,30 @@ def attention_case(heads: int, splits: int | None) -> Run:
     return lambda: attend(case, attention, config=config)
 
 
+def choice_case(name: str, n: int, b: int, octaves: int) -> Run:
+    """A layer that publishes candidate blocks, and one that chooses among them."""
+    paged = Paged(name, n, b, 32, 4096, octaves=octaves)
+    arrays = [tensor.cuda() for tensor in (paged.q, paged.weights, paged.pool, paged.table)]
+    visible = torch.full((n, b), 4096, dtype=torch.int32, device="cuda")
+    options = {"layout": paged.layout, "entries_per_page": 64}
+
+    def run() -> Sequence[Tensor]:
+        every = scores.index_score(*arrays, visible, num_entries=4096, **options)
+        blocks, count = candidate_blocks(every, visible, 200, 8)
+        some = block_scores.index_score_blocks(*arrays, blocks, count, block_size=8, **options)
+        return [every, blocks, some, select_topk(some, count, 64, blocks=blocks)]
+
+    return run
+
+
 CASES = {
     **{f"experts-{name}-{n}": (moe_case, name, n) for name in REAL for n in (1, 8, 60, 500)},
     **{f"products-{block}-{n}": (product_case, block, n) for block in (128, 32) for n in (1, 24, 60, 300)},
     **{f"sites-{'v4' if own else 'v41'}-{n}": (site_case, own, n) for own in (True, False) for n in (1, 40, 300)},
     **{f"attention-{heads}-{splits}": (attention_case, heads, splits) for heads, splits in ((64, None), (64, 7), (4, None))},
-}
+    **{f"choice-{name}-{n}-{b}-{octaves}": (choice_case, name, n, b, octaves)
+       for name in ("index_fp8", "index_mxfp4") for n, b, octaves in ((1, 1, 0), (3, 40, 0), (2, 5, 1))},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -18,7 +18,7 @@ from triton.errors import TritonError
 
 from abyssal.kv import layouts
 from abyssal.ops.index_score.gluon import index_score
-from abyssal.ops.index_score.triton import index_score_blocks
+from abyssal.ops.index_score.gluon_blocks import index_score_blocks
 from abyssal.ops.select_topk import select_topk as reference
 from abyssal.ops.select_topk.triton import GROUP, SelectConfig, candidate_blocks, select_config, select_topk
 

@@ -6,7 +6,7 @@ import torch
 from index_inputs import BUCKET_BYTES, PAGE, random_paged
 
 from abyssal.kv import layouts
-from abyssal.ops.index_score import gluon, triton
+from abyssal.ops.index_score import gluon, gluon_blocks, triton
 from abyssal.ops.select_topk.triton import GROUP, SelectConfig, candidate_blocks, select_topk
 
 
@@ -27,9 +27,10 @@ def main() -> None:
                     config = SelectConfig(levels, warps=4, chunk=chunk)
                     select_topk(scores, paged.visible, 24, maxima=given, page_table=paged.table, config=config)
                 blocks, count = candidate_blocks(scores, paged.visible, 12, 8)
-                compact = triton.index_score_blocks(
-                    *paged.arrays[:4], blocks, count, layout=layouts.get(name), entries_per_page=PAGE, block_size=8
-                )
+                for kernel in (gluon_blocks, triton):
+                    compact = kernel.index_score_blocks(
+                        *paged.arrays[:4], blocks, count, layout=layouts.get(name), entries_per_page=PAGE, block_size=8
+                    )
                 select_topk(compact, count, 24, blocks=blocks, page_table=paged.table)
     torch.cuda.synchronize()
     print("every kernel ran")

@@ -18,6 +18,7 @@ from tests.model.test_recall import recalled
 from tests.support.late import at_worst, one_by_one
 from tests.support.slices import slice_engine, small_slice
 from tests.support.stepping import Side
+from tests.support.v41_model import write_v41
 
 pytestmark = pytest.mark.gpu
 Documents = Callable[[int], list[dict[str, Tensor]]]
@@ -132,6 +133,28 @@ def test_kernels_together_as_alone(backend: str, batch_invariant: bool, document
     together.llm.close()
     means = torch.stack([rows.mean() for rows in divergences])
     assert torch.cat(divergences).mean() < 0.005, means
+
+
+@pytest.mark.parametrize("index_layout", ["fp4", "fp8"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_candidates_together_as_alone(backend: str, index_layout: str, tmp_path: Path) -> None:
+    """V4.1 in batch-invariant mode: beside longer sequences a short one's queries have candidate blocks, too."""
+    widths = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 8, "o_lora_rank": 16}
+    write_v41(tmp_path, 5, hidden_size=512, **widths)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in (22, 60, 150, 300)]
+    options = {"device": "cuda", "dtype": "bfloat16", "backend": backend, "kv_layout": "v41", "index_layout": index_layout}
+    options |= {"kv_cache_bytes": 64 << 20, "max_model_len": 1024, "batch_invariant": True}
+    together = Side(tmp_path, prompts, **options)
+    counts = [len(prompt) - 8 for prompt in prompts]
+    rows = together.step(counts)
+    for _ in range(8):
+        rows |= together.step([1] * len(prompts))
+    together.llm.close()
+    with LLM(tmp_path, **options) as llm:
+        for i, prompt in enumerate(prompts):
+            alone = llm.logits(prompt, [counts[i], *[1] * 8])
+            assert torch.equal(torch.stack([rows[i, position] for position in range(len(prompt))]), alone)
 
 
 @pytest.mark.parametrize("name", ["v4-flash", "v4.1-flash"])

@@ -1,10 +1,13 @@
 """Index scores against a loop; hidden entries may hold anything."""
 
+from collections import defaultdict
+from itertools import product
+
 import pytest
 import torch
 
 from abyssal.kv import codec, layouts
-from abyssal.ops.index_score import gluon, index_score, triton
+from abyssal.ops.index_score import gluon, gluon_blocks, index_score, triton
 from abyssal.ops.select_topk.triton import select_topk
 
 
@@ -44,12 +47,16 @@ KERNELS = [
     pytest.param(triton, id="triton"),
     pytest.param(gluon, id="gluon", marks=[pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]),
 ]
+BLOCK_KERNELS = [
+    pytest.param(triton, id="triton"),
+    pytest.param(gluon_blocks, id="gluon", marks=[pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE_BYTES = {"index_fp8": 8640, "index_mxfp4": 4608, "index_bf16": 16384}  # of the bucket that holds such pages
 
 
 def skip_unread(kernel, name: str) -> None:
-    if kernel is gluon and name == "index_bf16":
+    if kernel in (gluon, gluon_blocks) and name == "index_bf16":
         pytest.skip("the portable kernel reads these")
 
 
@@ -110,6 +117,22 @@ class Paged:
         assert (error <= 1e-5 * terms.abs().sum(-1))[seen].all(), (error / terms.abs().sum(-1))[seen].max()
         assert (~scores[~seen].isfinite()).all(), "an entry that its query does not see was written"
 
+    def score_blocks(self, kernel, blocks: torch.Tensor, visible: torch.Tensor, block_size: int = 8) -> torch.Tensor:
+        arrays = (self.q, self.weights, self.pool, self.table, blocks.int(), visible.int())
+        out = torch.full((*blocks.shape[:2], blocks.shape[2] * block_size), torch.nan, device=DEVICE)
+        return kernel.index_score_blocks(
+            *(x.to(DEVICE) for x in arrays), layout=self.layout, entries_per_page=self.page, block_size=block_size, out=out
+        ).cpu()
+
+    def check_blocks(self, scores: torch.Tensor, blocks: torch.Tensor, visible: torch.Tensor, block_size: int = 8) -> None:
+        entries = (blocks.clamp(min=0).unsqueeze(-1) * block_size + torch.arange(block_size)).flatten(2)
+        for i, j in product(*map(range, visible.shape)):
+            seen = int(visible[i, j])
+            keys = self.keys[i, entries[i, j, :seen]].double()
+            terms = (keys @ self.q[i, j].double().T).relu() * self.weights[i, j].double()
+            assert ((scores[i, j, :seen].double() - terms.sum(-1)).abs() <= 1e-5 * terms.abs().sum(-1)).all()
+            assert scores[i, j, seen:].isnan().all(), "a candidate that its query does not see was written"
+
 
 @pytest.mark.parametrize("name", PAGE_BYTES)
 @pytest.mark.parametrize(
@@ -138,26 +161,62 @@ def test_f01_kernel_with_zero_lengths(kernel, name):
 
 @pytest.mark.parametrize("name", PAGE_BYTES)
 @pytest.mark.parametrize("page", [64, 128])
-def test_kernel_scores_candidate_blocks(name, page):
+@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+def test_kernel_scores_candidate_blocks(kernel, name, page):
     """Only the entries of the blocks that are listed, in their order; a row without blocks (V4.1 spec 3.6)."""
+    skip_unread(kernel, name)
     paged = Paged(name, 2, 2, 8, 200, page=page)
     blocks = torch.tensor(
         [[[0, 3, 7, 8, 9, 16, 17, 24, 20], [-1] * 9], [[8, 9, 23, 24, -1, -1, -1, -1, -1], [1, -1, -1, -1, -1, -1, -1, -1, -1]]]
     )
     visible = torch.tensor([[72, 0], [29, 3]])
-    out = torch.full((2, 2, 72), torch.nan)
-    arrays = (paged.q, paged.weights, paged.pool, paged.table, blocks.int(), visible.int())
-    got = triton.index_score_blocks(
-        *(x.to(DEVICE) for x in arrays), layout=paged.layout, entries_per_page=page, block_size=8, out=out.to(DEVICE)
-    ).cpu()
-    entries = (blocks.clamp(min=0).unsqueeze(-1) * 8 + torch.arange(8)).flatten(2)  # [2, 2, 72]
-    for i in range(2):
-        for j in range(2):
-            seen = int(visible[i, j])
-            keys = paged.keys[i, entries[i, j, :seen]].double()
-            terms = (keys @ paged.q[i, j].double().T).relu() * paged.weights[i, j].double()
-            assert ((got[i, j, :seen].double() - terms.sum(-1)).abs() <= 1e-5 * terms.abs().sum(-1)).all()
-            assert got[i, j, seen:].isnan().all()
+    paged.check_blocks(paged.score_blocks(kernel, blocks, visible), blocks, visible)
+
+
+@pytest.mark.parametrize("name", ["index_fp8", "index_mxfp4"])
+@pytest.mark.parametrize("size", [1, 2, 4, 16, 32, 64])
+@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+def test_kernel_scores_blocks_of_any_size(kernel, size, name):
+    """In any order, lengths that end within a block, a tile, a pair of tiles."""
+    paged = Paged(name, 2, 3, 16, 300, page=128)
+    generator = torch.Generator().manual_seed(size)
+    count = min(-(-300 // size), 150)
+    blocks = torch.stack([torch.randperm(300 // size, generator=generator) for _ in range(6)])[:, :count].reshape(2, 3, -1)
+    whole = blocks.shape[2] * size
+    visible = torch.tensor([[whole, 1, 0], [min(whole, n) for n in (64, 129, 255)]])
+    paged.check_blocks(paged.score_blocks(kernel, blocks, visible, size), blocks, visible, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["index_fp8", "index_mxfp4"])
+@pytest.mark.parametrize(("n", "b", "heads", "octaves"), [(1, 1, 64, 0), (3, 2, 16, 6), (1, 40, 32, 0), (2, 8, 32, 1)])
+@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+def test_kernel_scores_as_many_blocks_as_models_choose(kernel, name, n, b, heads, octaves):
+    """2,048 blocks of 8, shared by several programs; scales that are near, far apart, and both."""
+    paged = Paged(name, n, b, heads, 20_000, octaves=octaves)
+    generator = torch.Generator().manual_seed(b)
+    blocks = torch.stack([torch.randperm(2500, generator=generator)[:2048].sort().values for _ in range(n * b)]).view(n, b, -1)
+    visible = torch.randint(0, 2048 * 8 + 1, (n, b), generator=generator)
+    visible[0, 0] = 2048 * 8
+    paged.check_blocks(paged.score_blocks(kernel, blocks, visible), blocks, visible)
+
+
+@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+def test_kernel_scores_blocks_with_scales_near_and_far_apart(kernel):
+    """mxfp4 keys within a factor of four but for one in two pairs of tiles; then a query off the grid."""
+    paged = Paged("index_mxfp4", 2, 2, 32, 500, octaves=0)
+    blocks, visible = torch.arange(62).expand(2, 2, 62).contiguous(), torch.full((2, 2), 496)
+    near = paged.score_blocks(kernel, blocks, visible)
+    others = torch.ones(2, 2, 496, dtype=torch.bool)
+    for index, key in ((1, 17), (5, 40)):
+        paged.pool[paged.table[0, index].long(), 4096:4352].view(64, 4)[key, 1] -= 5
+        others[0, :, index * 64 + key] = False
+    paged.keys = codec.unpack_pages(paged.layout, paged.pool[paged.table.flatten().long()], 64).view(2, 512, 128)[:, :500]
+    scores = paged.score_blocks(kernel, blocks, visible)
+    paged.check_blocks(scores, blocks, visible)
+    assert torch.equal(scores[others], near[others])
+    paged.q[1] *= 1 + torch.rand(paged.q[1].shape, generator=torch.Generator().manual_seed(1))
+    paged.check_blocks(paged.score_blocks(kernel, blocks, visible), blocks, visible)
 
 
 @pytest.mark.parametrize("name", PAGE_BYTES)
@@ -167,28 +226,38 @@ def test_batch_invariant_scores_have_the_bits_of_candidate_scores(name, b, heads
     paged = Paged(name, 2, b, heads, 200)
     visible = torch.full((2, b), 200)
     every = paged.score(triton, visible, batch_invariant=True)
-    arrays = (
-        paged.q,
-        paged.weights,
-        paged.pool,
-        paged.table,
-        torch.arange(25).int().expand(2, b, 25).contiguous(),
-        visible.int(),
-    )
-    blocks = triton.index_score_blocks(
-        *(x.to(DEVICE) for x in arrays), layout=paged.layout, entries_per_page=64, block_size=8
-    ).cpu()
+    blocks = paged.score_blocks(triton, torch.arange(25).expand(2, b, 25).contiguous(), visible)
     assert torch.equal(every, blocks)
     paged.q, paged.weights = paged.q[:, -1:].contiguous(), paged.weights[:, -1:].contiguous()
     visible[0] = 3
     assert torch.equal(paged.score(triton, visible[:, -1:], batch_invariant=True)[1], every[1, -1:])
 
 
-def test_kernel_needs_whole_blocks_in_a_page():
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("name", ["index_fp8", "index_mxfp4"])
+@pytest.mark.parametrize("octaves", [0, 1, 6])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("b", [1, 7])
+def test_hopper_scores_have_the_bits_of_candidate_scores(name, octaves, heads, b):
+    """Of one query and of several that share keys, of near scales and far ones, in one order of blocks and in another."""
+    paged = Paged(name, 2, b, heads, 1000, octaves=octaves)
+    visible = torch.full((2, b), 1000)
+    every = paged.score(gluon, visible)
+    order = torch.randperm(125, generator=torch.Generator().manual_seed(0))
+    for blocks in (torch.arange(125), order):
+        scores = paged.score_blocks(gluon_blocks, blocks.expand(2, b, 125).contiguous(), visible)
+        expected = every.view(2, b, 125, 8)[:, :, blocks].view(2, b, 1000)
+        assert torch.equal(scores, expected)
+    paged.q, paged.weights = paged.q[:, -1:].contiguous(), paged.weights[:, -1:].contiguous()
+    assert torch.equal(paged.score(gluon, visible[:, -1:]), every[:, -1:])
+
+
+@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+def test_kernel_needs_whole_blocks_in_a_page(kernel):
     paged = Paged("index_fp8", 1, 1, 8, 64)
-    arrays = (paged.q, paged.weights, paged.pool, paged.table, torch.zeros(1, 1, 1).int(), torch.ones(1, 1).int())
     with pytest.raises(ValueError, match="blocks of 48"):
-        triton.index_score_blocks(*arrays, layout=paged.layout, entries_per_page=64, block_size=48)
+        paged.score_blocks(kernel, torch.zeros(1, 1, 1), torch.ones(1, 1), 48)
 
 
 @pytest.mark.parametrize("programs", [1, 3, 7, 40])
@@ -294,9 +363,9 @@ def test_kernel_bad_input_is_named(kernel):
         paged.score(kernel, torch.tensor([[1]]))
 
 
-def test_hopper_launches_of_all_sizes_share_few_binaries(monkeypatch):
+def record_binaries(monkeypatch, module, name: str) -> set:
     """Triton compiles one for every set of constants and of what it specialises: integers that are 1 or multiples of 16, pointers too."""
-    kernel, binaries = gluon._index_score_kernel_sm90, set()
+    kernel, binaries = getattr(module, name), set()
 
     def launch(*arguments, **constants):
         kinds = []
@@ -305,7 +374,12 @@ def test_hopper_launches_of_all_sizes_share_few_binaries(monkeypatch):
             kinds.append(isinstance(number, int) and not parameter.do_not_specialize and (number == 1, number % 16 == 0))
         binaries.add((*kinds, *constants.items()))
 
-    monkeypatch.setattr(gluon, "_index_score_kernel_sm90", dict.fromkeys([(count,) for count in (2, 4, 6, 8)], launch))
+    monkeypatch.setattr(module, name, defaultdict(lambda: launch))
+    return binaries
+
+
+def test_hopper_launches_of_all_sizes_share_few_binaries(monkeypatch):
+    binaries = record_binaries(monkeypatch, gluon, "_index_score_kernel_sm90")
     pool, layout = torch.zeros(2, 8640, dtype=torch.uint8), layouts.get("index_fp8")
     for n, b in ((1, 1), (3, 1), (16, 1), (1, 2), (2, 3), (1, 4), (1, 77), (1, 512), (2, 700), (1, 2048)):
         for first, entries in ((0, 64), (1, 960), (2, 1000), (3, 4096)):
@@ -316,6 +390,20 @@ def test_hopper_launches_of_all_sizes_share_few_binaries(monkeypatch):
                 q, weights, pool, table, visible, layout=layout, entries_per_page=64, num_entries=entries, maxima=maxima
             )
     assert len(binaries) == 3, "for 1, 2 and 4 queries that share keys"
+
+
+def test_hopper_launches_over_blocks_share_a_binary(monkeypatch):
+    binaries = record_binaries(monkeypatch, gluon_blocks, "_index_score_blocks_kernel_sm90")
+    pool, layout = torch.zeros(2, 8640, dtype=torch.uint8), layouts.get("index_fp8")
+    for n, b in ((1, 1), (3, 1), (1, 77), (2, 700), (1, 2048)):
+        for first, count in ((0, 2048), (1, 2048), (2, 16), (3, 1)):
+            q = torch.zeros(first + n, b, 32, 128, dtype=torch.uint8).view(torch.float8_e4m3fn)[first:]
+            weights, visible = torch.zeros(first + n, b, 32)[first:], torch.zeros(first + n, b, dtype=torch.int32)[first:]
+            table, blocks = torch.zeros(first + n, 65, dtype=torch.int32)[first:], torch.zeros(n, b, count, dtype=torch.int32)
+            gluon_blocks.index_score_blocks(
+                q, weights, pool, table, blocks, visible, layout=layout, entries_per_page=64, block_size=8
+            )
+    assert len(binaries) == 1
 
 
 @pytest.mark.gpu
@@ -388,6 +476,9 @@ def test_h01_kernel_with_pages_beyond_4_gib(kernel):
     pool[first : first + len(paged.pool)] = paged.pool.cuda()
     paged.pool, paged.table = pool, paged.table + first
     assert torch.equal(paged.score(kernel, torch.tensor([[200]])), low)
+    by_blocks = gluon_blocks if kernel is gluon else kernel
+    near = paged.score_blocks(by_blocks, torch.arange(25).view(1, 1, 25), torch.tensor([[200]]))
+    paged.check_blocks(near, torch.arange(25).view(1, 1, 25), torch.tensor([[200]]))
 
 
 @pytest.mark.gpu

@@ -30,7 +30,6 @@ from abyssal.ops.hyper_connection import triton as portable_hc
 from abyssal.ops.index_query.triton import index_query
 from abyssal.ops.index_score import triton as portable_score
 from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES
-from abyssal.ops.index_score.triton import index_score_blocks
 from abyssal.ops.linear import LinearWeight
 from abyssal.ops.linear import triton as products
 from abyssal.ops.moe import ExpertLayer
@@ -85,8 +84,7 @@ class KernelOps:
         self.hidden, self.device, self.batch_invariant = model.hidden_size, device, batch_invariant
         attention: Callable[..., tuple[Tensor, Tensor]] = portable_attention.sparse_attention
         self._score: Callable[..., Tensor] = partial(portable_score.index_score, batch_invariant=batch_invariant)
-        # Whether a query has candidates, which Triton scores, depends on the longest sequence of its step.
-        one_scorer = batch_invariant and model.candidate_block_size is not None
+        self._score_blocks: Callable[..., Tensor] = portable_score.index_score_blocks
         keys = [spec for name, spec in caches.specs.items() if name.endswith("_index")]
         gluon = []
         if backend == "hopper":
@@ -100,10 +98,11 @@ class KernelOps:
 
             self._sites = hopper_hc
             gluon.append("hyper_connection")
-        if backend == "hopper" and all(spec.layout.name != "index_bf16" for spec in keys) and not one_scorer:
-            from abyssal.ops.index_score import gluon as hopper_score
+        if backend == "hopper" and all(spec.layout.name != "index_bf16" for spec in keys):
+            from abyssal.ops.index_score.gluon import index_score
+            from abyssal.ops.index_score.gluon_blocks import index_score_blocks
 
-            self._score = hopper_score.index_score
+            self._score, self._score_blocks = index_score, index_score_blocks
             gluon.append("index_score")
         self._experts: Any = None  # the module of products over FP4 experts
         self._refused = False
@@ -251,7 +250,7 @@ class KernelOps:
         else:
             blocks, visible = candidates
             assert config.candidate_block_size is not None
-            scores = index_score_blocks(
+            scores = self._score_blocks(
                 q, weights, keys.pages, key_pages, blocks, visible, layout=layout, entries_per_page=per_page,
                 block_size=config.candidate_block_size,
             )  # fmt: skip

@@ -45,3 +45,22 @@ def check(
     assert page_table.stride(1) == 1
     if maxima is not None:
         assert maxima.is_contiguous() and maxima.shape[:2] == (n, b) and maxima.shape[2] * GROUP >= num_entries
+
+
+def check_blocks(
+    q: Tensor,
+    weights: Tensor,
+    pool: Tensor,
+    page_table: Tensor,
+    blocks: Tensor,
+    visible: Tensor,
+    layout: Layout,
+    entries_per_page: int,
+    block_size: int,
+) -> None:
+    """The same for candidate blocks."""
+    n, b, _, _ = q.shape
+    if block_size & (block_size - 1) or not 1 <= block_size <= KEYS_PER_TILE:
+        raise ValueError(f"a page of {entries_per_page} entries must hold whole blocks, got blocks of {block_size}")
+    check(q, weights, pool, page_table, visible, layout, entries_per_page, 0, None)
+    assert blocks.shape[:2] == (n, b) and blocks.dtype == torch.int32 and blocks.is_contiguous()

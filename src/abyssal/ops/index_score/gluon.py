@@ -729,15 +729,11 @@ def _look_ahead(share, ring):
 
 
 @gluon.jit
-def _prepare(ring, stage):
-    """Of the keys of a stage: the largest scale times 2^24, and for each of four scales 4, 2 or 1 where it is that, a half, a quarter of
-    it; and not 0 for a tile where a scale is less still.
+def _prepare_scales(factors):
+    """From a key's four scales, as they lie in its page, int32: the bits of the largest times 2^24; bytes that are 4, 2 or 1 where a
+    scale is that, a half, a quarter of it; and not 0 where one is less still.
     """
-    STAGES: gl.constexpr = ring.full.shape[0]
-    PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [2], [0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    factors = ring.factors._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).load(PAIRS)
-    largest, units, missing = gl.inline_asm_elementwise(
+    return gl.inline_asm_elementwise(
         """{
         .reg .b32 even, odd, most, other, sel, seven;
         prmt.b32 even, $3, 0, 0x4240;
@@ -764,6 +760,18 @@ def _prepare(ring, stage):
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def _prepare(ring, stage):
+    """Of the keys of a stage: the largest scale times 2^24, and for each of four scales 4, 2 or 1 where it is that, a half, a quarter of
+    it; and not 0 for a tile where a scale is less still.
+    """
+    STAGES: gl.constexpr = ring.full.shape[0]
+    PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [2], [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    factors = ring.factors._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).load(PAIRS)
+    largest, units, missing = _prepare_scales(factors)
     ring.largest._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).store(largest)
     ring.units._reinterpret(gl.int32, [STAGES, 2 * KEYS], PLAIN).index(stage).store(units)
     ring.wide.index(stage).store(gl.reduce(gl.reshape(missing, (2, KEYS)), 1, _or))  # within warps

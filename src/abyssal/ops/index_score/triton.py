@@ -14,7 +14,7 @@ from abyssal.kv import layouts
 from abyssal.kv.layouts import Layout
 from abyssal.ops._aot import AotCase
 from abyssal.ops._records import multiprocessors, next_power_of_2
-from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES, check
+from abyssal.ops.index_score._paged import GROUP, KEYS_PER_TILE, QUERY_DTYPES, check, check_blocks
 
 
 @dataclass(frozen=True)
@@ -302,17 +302,14 @@ def index_score_blocks(
         q, weights, pool, page_table, layout, entries_per_page: as of `index_score`.
         blocks: int32 [n, b, K], ascending, as `candidate_blocks` returns them.
         visible: int32 [n, b], how many entries of these blocks each query sees, from the first on.
-        block_size: entries of a block; divides `entries_per_page`.
+        block_size: entries of a block, a power of two up to 64.
         out: fp32 [n, b, K * block_size].
 
     Returns:
         fp32 [n, b, K * block_size]; entries at and beyond `visible` are not written.
     """
     n, b, heads, dim = q.shape
-    if entries_per_page % block_size:
-        raise ValueError(f"a page of {entries_per_page} entries must hold whole blocks, got blocks of {block_size}")
-    check(q, weights, pool, page_table, visible, layout, entries_per_page, 0, None)
-    assert blocks.shape[:2] == (n, b) and blocks.dtype == torch.int32 and blocks.is_contiguous()
+    check_blocks(q, weights, pool, page_table, blocks, visible, layout, entries_per_page, block_size)
     count = blocks.shape[2] * block_size
     if out is None:
         out = torch.empty(n, b, count, dtype=torch.float32, device=q.device)
