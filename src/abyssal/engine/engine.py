@@ -415,9 +415,9 @@ class Engine:
         if not scheduled or (self.runner.decoder is None and self.runner.device.type == "cpu"):
             return False
         for seq, count in scheduled:
-            if seq.draws(count) and not seq.sampler.is_plain:
+            if not seq.sampler.is_plain and seq.draws(count):
                 return False
-            if _prompt_positions(seq, seq.num_computed, seq.num_computed + count):
+            if seq.request.params.prompt_logprobs is not None and _prompt_positions(seq, seq.num_computed, seq.num_computed + count):
                 return False
         return not (self.runner.needs_tokens and any(seq.is_drawing for seq, _ in scheduled))
 
@@ -434,15 +434,16 @@ class Engine:
     def _take_off(self, scheduled: Scheduled, before: Flight | None) -> Flight:
         begun = time.perf_counter()
         drawn = None if before is None else before.drawn_for([seq for seq, _ in scheduled])
-        sequences, indices, rows, num_tokens = [], [], [], 0
+        sequences, indices, ahead, rows, num_tokens = [], [], [], [], 0
         for seq, count in scheduled:
             num_tokens += count
-            if seq.draws(count):
+            index, known = seq.num_computed + count, len(seq.token_ids)
+            if index >= known:
                 sequences.append(seq)
-                indices.append(seq.num_computed + count)
+                indices.append(index)
+                ahead.append(index - known)
                 rows.append(num_tokens - 1)
         logits = self._forward(scheduled, self._chunks(scheduled), rows, drawn)
-        ahead = [index - len(seq.token_ids) for seq, index in zip(sequences, indices, strict=True)]
         result = sample_plain(logits, [seq.sampler for seq in sequences], ahead, self.runner.argmax)
         flight = Flight.launched(sequences, indices, num_tokens, begun, result)
         self._advance(scheduled)
@@ -527,20 +528,22 @@ class Engine:
         """A step has been launched: it counts as computed."""
         known = []
         for seq, count in scheduled:
-            self._prompt_tokens += max(0, min(count, len(seq.request.prompt_ids) - seq.num_computed))
+            if (left := len(seq.request.prompt_ids) - seq.num_computed) > 0:
+                self._prompt_tokens += min(count, left)
             seq.num_computed += count
             if seq.num_computed <= len(seq.token_ids):
                 known.append((seq, count))
         self._settle(known)
 
     def _settle(self, computed: Scheduled) -> None:
-        """Keep the complete blocks of sequences of which a step computed so many tokens, all known by now, and return unneeded pages."""
+        """Keep the complete blocks of sequences of which a step computed so many tokens, all known by now.
+
+        Pages that are not needed any more are returned here or, after a single token, when the next is scheduled.
+        """
         for seq, count in computed:
             self.cache.commit(seq.cache, seq.token_ids, seq.num_computed)
             if count > 1:
                 self.cache.release_unneeded(seq.cache, seq.num_computed)
-        singles = [seq for seq, count in computed if count == 1]
-        self.cache.release_passed([seq.cache for seq in singles], [seq.num_computed for seq in singles])
 
     def _take(self, seq: Sequence, token: SampledToken) -> RequestUpdate:
         """Add the token that `seq` has drawn, and end it where that is its last."""
@@ -549,11 +552,14 @@ class Engine:
         seq.token_ids.append(token.token_id)
         seq.sampler.append(token.token_id)
         self._generation_tokens += 1
-        is_first = seq.num_output == 1
+        num_output = seq.num_output
+        is_first = num_output == 1
         if is_first:
             self._cached_tokens += seq.num_cached
-        reason, stop_id = self._finish_reason(seq, token.token_id)
-        if reason is not None:
+        reason: FinishReason | None = None
+        is_ending = token.token_id in seq.sampler.ending_ids  # never drawn before min_tokens
+        if is_ending or num_output >= seq.max_new_tokens:
+            reason = "stop" if is_ending else "length"
             self._end(seq)
         return RequestUpdate(
             seq.request.request_id,
@@ -561,14 +567,9 @@ class Engine:
             None if token.logprobs is None else [token.logprobs],
             [None, *seq.prompt_logprobs] if is_first and seq.request.params.prompt_logprobs is not None else None,
             reason,
-            stop_id,
+            token.token_id if is_ending else None,
             num_cached_tokens=seq.num_cached,
         )
-
-    def _finish_reason(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
-        if token in seq.sampler.ending_ids:  # never drawn before min_tokens
-            return "stop", token
-        return ("length", None) if seq.num_output >= seq.max_new_tokens else (None, None)
 
     def _fail(self, seq: Sequence, message: str) -> RequestUpdate:
         self._end(seq)

@@ -54,6 +54,7 @@ class Runner:
         self.pieces: Pieces | None = None
         local = comm.mesh.local(model_config)
         self.ngrams = _ngram_hash(model_config, tokenizer)
+        self._history = 0 if self.ngrams is None else self.ngrams.history  # tokens that n-grams look back to
         self.device = torch.device(config.device)
         self.dtype = dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
@@ -176,10 +177,6 @@ class Runner:
         """With several ranks in a step what they exchange depends on the tokens."""
         mesh = self.comm.mesh
         return bool(self.config.enable_cuda_graphs) and self.device.type == "cuda" and mesh.tp == mesh.ep == 1
-
-    @property
-    def _history(self) -> int:
-        return self.ngrams.history if self.ngrams is not None else 0
 
     def _identity(self) -> str:
         """Says which model and dtype make the records, wherever the checkpoint lies: any training changes the weights sampled here."""
