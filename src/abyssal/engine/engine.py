@@ -173,12 +173,15 @@ class Engine:
         return GrammarMasks(self.tokenizer, self.info.model_vocab_size, self.info.eos_token_ids)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended."""
+        """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended.
+
+        No step reports anything of it any more.
+        """
         if (seq := self._sequences.pop(request_id, None)) is not None:
             self.scheduler.remove(seq)
-            self._landed = [update for update in self._landed if update.request_id != request_id]
             if not self._sequences:  # nobody waits for it, and it would be measured up to the next request
                 self._flight = None
+        self._landed = [update for update in self._landed if update.request_id != request_id]
 
     def score(self, token_ids: list[int], chunk_sizes: list[int], rows: list[int], reuse_prefix: bool = False) -> Tensor:
         """Logits fp32 [len(rows), V] on the CPU of ascending positions `rows`, the prefill cut into `chunk_sizes`.
@@ -291,7 +294,15 @@ class Engine:
         return landed + updates
 
     def close(self) -> None:
-        """Let go of the captured graphs: a communicator that they use can be destroyed only after them. The rest goes with the object."""
+        """Wait for a step under way, then let go of the captured graphs: a communicator that they use can be destroyed only after them.
+
+        The rest goes with the object.
+        """
+        self._flight = None
+        try:
+            self.cache.wait()
+        except RuntimeError as error:
+            log.warning("the device failed before the engine was closed: %s", error)
         if self.runner.decoder is not None:
             self.runner.decoder.close()
 
@@ -417,7 +428,9 @@ class Engine:
         for seq, count in scheduled:
             if not seq.sampler.is_plain and seq.draws(count):
                 return False
-            if seq.request.params.prompt_logprobs is not None and _prompt_positions(seq, seq.num_computed, seq.num_computed + count):
+            if seq.request.params.prompt_logprobs is not None and _prompt_positions(
+                seq, seq.num_computed, seq.num_computed + count
+            ):
                 return False
         return not (self.runner.needs_tokens and any(seq.is_drawing for seq, _ in scheduled))
 
@@ -475,7 +488,8 @@ class Engine:
             self._landed += self._land(flight)
 
     def _is_in_use(self, request_id: str) -> bool:
-        return request_id in self._sequences
+        """Whether a step may still report something of that request."""
+        return request_id in self._sequences or any(update.request_id == request_id for update in self._landed)
 
     def _is_unfinished(self, seq: Sequence) -> bool:
         return self._sequences.get(seq.request.request_id) is seq
@@ -491,8 +505,8 @@ class Engine:
             offset += count
         begun = time.perf_counter()
         sampled = self._sample(self._forward(scheduled, self._chunks(scheduled), rows), wanted)
-        if not rows and self.runner.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if not rows:
+            self.cache.wait()
         self.swap.measure_step(offset, time.perf_counter() - begun)
         self._advance(scheduled)
         return [self._take(seq, token) for (seq, _), token in zip(scheduled, sampled, strict=True) if token is not None]

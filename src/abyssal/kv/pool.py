@@ -147,6 +147,7 @@ class KVCache:
             identity: says what makes the records: model and number format.
         """
         self.specs = plan.specs
+        self.device = device
         self.prefix = prefix
         self.identity = identity
         self.pools = {b: PagePool(size, num_pages[b], device) for b, size in plan.page_bytes.items()}
@@ -157,6 +158,11 @@ class KVCache:
         self._turns = [_turned(self.specs, position) for position in range(BLOCK_TOKENS)]
         # Of a window the columns of its table when the first has become the last.
         self._moved = {n: np.roll(np.arange(s.most_blocks), -1) for n, s in self.specs.items() if s.lifetime == "window"}
+
+    def wait(self) -> None:
+        """Return once all that was launched on the device, which may read and write records, is done."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def new_sequence(self, salt: str | None = None) -> SequenceCache:
         """An empty sequence; only sequences of the same `salt` share blocks."""
@@ -311,8 +317,7 @@ class KVCache:
         The step may have computed `rejected` more, drafts that are taken back as by `roll_back`.
         """
         seq.folded, seq.num_tokens = seq.folded_after(end + rejected), end + rejected
-        if seq.final < seq.folded:
-            seq.final = seq.folded
+        seq.final = max(seq.final, seq.folded)
         if rejected:
             self.roll_back(seq, rejected)
         if self.prefix is None or end // BLOCK_TOKENS <= len(seq.blocks):
