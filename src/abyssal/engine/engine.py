@@ -369,8 +369,7 @@ class Engine:
         """A step of `num_sequences` failed with `error`; `scheduled` are those of them that have not ended."""
         self._require_alone(f"{type(error).__name__}: {error}")
         if scheduled and num_sequences == 1:
-            log.error("request %s failed", scheduled[0][0].request.request_id, exc_info=error)
-            return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
+            return [self._break(scheduled[0][0], error)]
         # One of several sequences broke the step, half-way through the layers: no record can be relied on. Each is computed again
         # from its first token, alone, and only the culprit ends.
         ends = [(seq, seq.num_computed + count) for seq, count in scheduled]
@@ -521,13 +520,17 @@ class Engine:
         return self.runner(chunks, rows, drawn=drawn)
 
     def _sample(self, logits: Tensor, wanted: list[tuple[Sequence, list[int], bool]]) -> list[SampledToken | None]:
-        """Record prompt logprobs, and draw one token for every sequence that computed its last one."""
+        """Record prompt logprobs, and draw one token for every sequence that computed its last one; an error where that failed."""
         sample_rows, states, row = [], [], 0
-        for seq, scored, samples in wanted:
+        unscored: dict[int, SampledToken] = {}
+        for i, (seq, scored, samples) in enumerate(wanted):
             if scored:
                 targets = [seq.token_ids[p + 1] for p in scored]
                 count = seq.request.params.prompt_logprobs or 0
-                seq.prompt_logprobs += prompt_logprobs(logits[row : row + len(scored)], targets, count)
+                try:
+                    seq.prompt_logprobs += prompt_logprobs(logits[row : row + len(scored)], targets, count)
+                except RequestError as error:
+                    unscored[i] = SampledToken(-1, error=str(error))
                 row += len(scored)
             if samples:
                 sample_rows.append(row)
@@ -536,7 +539,8 @@ class Engine:
         if len(sample_rows) < len(logits):
             logits = logits[sample_rows]
         drawn = iter(sample(logits, states))
-        return [next(drawn) if samples else None for _, _, samples in wanted]
+        tokens = [next(drawn) if samples else None for _, _, samples in wanted]
+        return [unscored.get(i, token) for i, token in enumerate(tokens)]
 
     def _advance(self, scheduled: Scheduled) -> None:
         """A step has been launched: it counts as computed."""
@@ -550,21 +554,24 @@ class Engine:
         self._settle(known)
 
     def _settle(self, computed: Scheduled) -> None:
-        """Keep the complete blocks of sequences of which a step computed so many tokens, all known by now.
+        """Keep the complete blocks of sequences of which a step computed so many tokens, all known by now, and return unneeded pages.
 
-        Pages that are not needed any more are returned here or, after a single token, when the next is scheduled.
+        Between two steps of single tokens the scheduler does that (`KVCache.allocate_next`).
         """
         for seq, count in computed:
             self.cache.commit(seq.cache, seq.token_ids, seq.num_computed)
-            if count > 1:
+            if count > 1 or seq.num_computed + 1 < len(seq.token_ids):
                 self.cache.release_unneeded(seq.cache, seq.num_computed)
 
     def _take(self, seq: Sequence, token: SampledToken) -> RequestUpdate:
         """Add the token that `seq` has drawn, and end it where that is its last."""
         if token.error is not None:
             return self._fail(seq, token.error)
+        try:
+            seq.sampler.append(token.token_id)
+        except Exception as error:  # noqa: BLE001 others' tokens are taken by now: the step cannot be computed again
+            return self._break(seq, error)
         seq.token_ids.append(token.token_id)
-        seq.sampler.append(token.token_id)
         self._generation_tokens += 1
         num_output = seq.num_output
         is_first = num_output == 1
@@ -584,6 +591,10 @@ class Engine:
             token.token_id if is_ending else None,
             num_cached_tokens=seq.num_cached,
         )
+
+    def _break(self, seq: Sequence, error: Exception) -> RequestUpdate:
+        log.error("request %s failed", seq.request.request_id, exc_info=error)
+        return self._fail(seq, f"internal error: {type(error).__name__}: {error}")
 
     def _fail(self, seq: Sequence, message: str) -> RequestUpdate:
         self._end(seq)
