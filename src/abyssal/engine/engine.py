@@ -17,7 +17,7 @@ from torch import Tensor
 from abyssal.checkpoint.loader import LoadWeights, load_weights
 from abyssal.checkpoint.source import resolve_model
 from abyssal.config import EngineConfig, resolve
-from abyssal.engine.flight import Flight
+from abyssal.engine.flight import Flight, Strips
 from abyssal.engine.request import EngineLimits, EngineRequest, FinishReason, RequestUpdate, check_ids, check_request
 from abyssal.engine.runner import Runner
 from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, sample, sample_plain, unusable
@@ -124,6 +124,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._sequences: dict[str, Sequence] = {}
         self._flight: Flight | None = None  # a step that nobody has waited for yet
+        self._strips = Strips(self.config.max_num_seqs, self.runner.device)
         self._landed_at = 0.0  # when the last one was done, as of `time.perf_counter`
         self._landed: list[RequestUpdate] = []  # found out between steps, to be reported by the next
         self._requests_seen = 0
@@ -457,7 +458,7 @@ class Engine:
                 rows.append(num_tokens - 1)
         logits = self._forward(scheduled, self._chunks(scheduled), rows, drawn)
         result = sample_plain(logits, [seq.sampler for seq in sequences], ahead, self.runner.argmax)
-        flight = Flight.launched(sequences, indices, num_tokens, begun, result)
+        flight = Flight.launched(sequences, indices, num_tokens, begun, result, self._strips)
         self._advance(scheduled)
         return flight
 

@@ -165,7 +165,8 @@ class Runner:
 
         `start` may be behind the last of them, for the token that follows.
         """
-        return Chunk(token_ids[start:end] or [UNKNOWN], start, cache, token_ids[max(0, start - self._history) : start])
+        before = token_ids[max(0, start - self._history) : start] if self._history else ()
+        return Chunk(token_ids[start:end] or [UNKNOWN], start, cache, before)
 
     def _capture_pieces(self, cache: KVCache) -> Pieces:
         pieces = Pieces(self.model, cache, self.config.max_num_batched_tokens, torch.cuda.graph_pool_handle())
