@@ -539,8 +539,12 @@ def _opens_page(spec: CacheSpec, position: int) -> bool:
 
 
 def _leaves_page(spec: CacheSpec, end: int) -> bool:
-    """Whether a window kind needs a page less when a sequence reaches `end` tokens, modulo the block of tokens."""
-    return spec.lifetime == "window" and (end - spec.window - ROLL_BACK) % spec.entries_per_page == 0
+    """Whether a window kind has a page too many when a sequence reaches `end` tokens, modulo the block of tokens.
+
+    Of the few rows of a state the page that is not needed any more is kept for some tokens, until it can become the next.
+    """
+    passed = 0 if spec.tail_only else spec.window + ROLL_BACK
+    return spec.lifetime == "window" and (end - passed) % spec.entries_per_page == 0
 
 
 def entry_slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:
