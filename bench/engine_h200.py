@@ -136,6 +136,7 @@ def _line(row: Row) -> str:
         return f"{row.what}: FAILED: {row.error}"
     if isinstance(row, Decode):
         busy = "" if row.busy_ms is None else f", GPU busy {row.busy_ms:.2f}"
+        busy += "" if row.host_ms is None else f", host {row.host_ms:.2f}"
         return (
             f"decode {row.batch:>3} x {row.context:>7}: {row.median_ms:8.2f} ms{busy}, {row.tokens_per_second:8.0f} tok/s, roof "
             f"{row.roof_ms:.2f} ms, {row.median_ms / row.roof_ms:.2f} times it"

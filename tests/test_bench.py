@@ -171,6 +171,7 @@ def test_the_benchmark_fills_its_table_and_a_row_that_fails_stops_no_other(
     decode, prefill = rows[1], rows[4]
     assert decode["median_ms"] > decode["roof_ms"] > 0 and 0.5 < sum(decode["breakdown_ms"].values()) / decode["busy_ms"] <= 1.001
     assert {"moe", "linear", "sparse_attention", "hyper_connection"} <= decode["breakdown_ms"].keys()
+    assert decode["host_ms"] is None, "a CPU computes the step itself"
     assert rows[3]["context"] == 900 and prefill["sampled"] is None and prefill["tokens_per_second"] > 0
     assert 0 < prefill["busy_ms"] <= 1.001 * prefill["profiled_ms"]
     table = capsys.readouterr().out.rpartition("measurement\n")[2].splitlines()

@@ -21,7 +21,9 @@ from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
 from abyssal.engine.runner import Runner
 from abyssal.engine.scheduler import TokenBudget
 from abyssal.engine.sequence import Sequence
+from abyssal.errors import RequestError
 from abyssal.kv.batch import Chunk, Drawn
+from abyssal.kv.pool import KVCache
 from abyssal.ops._reference import ReferenceOps
 from abyssal.ops.engram import row_values
 from tests.engine.test_engine import MIB, alone, assert_drained, drain, engine, greedy, prompt
@@ -362,3 +364,66 @@ def test_an_update_of_the_request_before_of_that_name(folder: Path) -> None:
     eng.abort("b")
     add(eng, requests, "b")
     assert drain(eng)["b"] == expected["b"]
+
+
+def landed_with_a_last_token(folder: Path) -> Engine:
+    """One of two requests, "a", has ended in a step that landed for the sake of the other; nobody was told."""
+    eng = decoding(engine(folder))
+    add(eng, {"a": (prompt(20, 1), greedy(3)), "b": (prompt(25, 2), greedy(30))}, "a", "b")
+    for _ in range(3):
+        eng.step()
+    assert "a" in eng._sequences
+    eng.export_sequence("b")
+    assert [(u.request_id, u.finish_reason) for u in eng._landed] == [("a", "length"), ("b", None)]
+    return eng
+
+
+def test_a_name_is_in_use_until_its_last_update_is_reported(folder: Path) -> None:
+    again = {"a": (prompt(30, 3), greedy(7))}
+    expected = alone(folder, again)
+    eng = landed_with_a_last_token(folder)
+    with pytest.raises(RequestError, match="in use"):
+        add(eng, again, "a")
+    last = [update for update in eng.step() if update.request_id == "a"]
+    assert [update.finish_reason for update in last] == ["length"]
+    add(eng, again, "a")
+    assert drain(eng)["a"] == expected["a"]
+    assert_drained(eng)
+
+
+def test_nothing_is_reported_of_an_aborted_request_whose_last_token_has_landed(folder: Path) -> None:
+    again = {"a": (prompt(30, 3), greedy(7))}
+    expected = alone(folder, again)
+    eng = landed_with_a_last_token(folder)
+    eng.abort("a")
+    add(eng, again, "a")
+    assert drain(eng)["a"] == expected["a"]
+    eng = landed_with_a_last_token(folder)
+    eng.abort("a")
+    eng.abort("b")
+    assert not eng.has_unfinished()
+    assert_drained(eng)
+
+
+def test_an_engine_waits_for_its_device_before_it_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step under way reads graphs and writes tokens to the host."""
+    events: list[str] = []
+    monkeypatch.setattr(KVCache, "wait", lambda _: events.append("wait"))
+    monkeypatch.setattr(Decoder, "close", lambda _: events.append("close"))
+    eng = decoding(engine(folder))
+    add(eng, {"a": (prompt(20, 1), greedy(9))}, "a")
+    eng.step()
+    assert eng._flight is not None
+    eng.close()
+    assert events == ["wait", "close"] and eng._flight is None
+
+
+def test_an_engine_whose_device_is_lost_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(_: KVCache) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    closed: list[bool] = []
+    monkeypatch.setattr(KVCache, "wait", lost)
+    monkeypatch.setattr(Decoder, "close", lambda _: closed.append(True))
+    decoding(engine(folder)).close()
+    assert closed

@@ -12,6 +12,7 @@ import torch
 from abyssal.config import EngineConfig
 from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest, RequestUpdate, SamplingParams
+from abyssal.engine.sampler import SamplerState
 from abyssal.errors import ConfigError, EngineDeadError, RequestError
 from tests.checkpoint.build import random_v4_checkpoint
 from tests.support.families import FAMILIES, write_small
@@ -309,6 +310,58 @@ def test_unusable_logits_end_their_request_only(folder, monkeypatch):
     ended = {u.request_id: u for u in eng.step() if u.finish_reason}
     assert ended["a"].finish_reason == "error" and "b" not in ended
     eng.abort("b")
+    assert_drained(eng)
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 0}], ids=["ahead", "waited for"])
+def test_a_token_that_cannot_be_noted_ends_its_request_only(more, folder, monkeypatch):
+    """A grammar that does not know its own token, say: the others lose none, whether theirs come before it or behind."""
+    requests = {name: (prompt(9 + i, i), greedy(8, **more)) for i, name in enumerate(("a", "bad", "c"))}
+    expected = alone(folder, requests)
+    eng = decoding(engine(folder))
+    for name, (ids, params) in requests.items():
+        eng.add(EngineRequest(name, ids, params))
+    bad, append = eng._sequences["bad"].sampler, SamplerState.append
+
+    def broken(self, token):
+        if self is bad and len(self.output_ids) == 3:
+            raise ValueError("planted")
+        append(self, token)
+
+    monkeypatch.setattr(SamplerState, "append", broken)
+    updates: list[RequestUpdate] = []
+    while eng.has_unfinished():
+        updates += eng.step()
+    got = {name: [t for u in updates if u.request_id == name for t in u.token_ids] for name in requests}
+    assert got == expected | {"bad": expected["bad"][:3]}
+    (failed,) = [u for u in updates if u.error]
+    assert failed.request_id == "bad" and "planted" in failed.error
+    assert_drained(eng)
+
+
+def test_a_prompt_that_cannot_be_scored_ends_its_request_only(folder, monkeypatch):
+    """In the middle of it, and without a step being computed twice: other ranks would wait for it."""
+    requests = {"a": (prompt(20, 1), greedy(9)), "bad": (prompt(250, 2), greedy(4, prompt_logprobs=1))}
+    expected = alone(folder, {"a": requests["a"]})
+    eng = engine(folder)
+    for name, (ids, params) in requests.items():
+        eng.add(EngineRequest(name, ids, params))
+    run = eng.runner.__class__.__call__
+
+    def nan_behind_100(self, chunks, rows, **more):
+        logits = run(self, chunks, rows, **more).clone()
+        if any(chunk.end > 100 for chunk in chunks):
+            logits[-1] = torch.nan
+        return logits
+
+    monkeypatch.setattr(eng.runner.__class__, "__call__", nan_behind_100)
+    monkeypatch.setattr(Engine, "_recover", lambda *_: pytest.fail("computed again"))
+    updates: list[RequestUpdate] = []
+    while eng.has_unfinished():
+        updates += eng.step()
+    assert [t for u in updates if u.request_id == "a" for t in u.token_ids] == expected["a"]
+    (failed,) = [u for u in updates if u.error]
+    assert failed.request_id == "bad" and failed.error.startswith("the model gave no usable logits")
     assert_drained(eng)
 
 

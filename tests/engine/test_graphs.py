@@ -346,3 +346,31 @@ def answers_with_prefix(eng: Engine, requests: dict[str, tuple[list[int], Sampli
         stats = eng.stats()
         assert stats.pages_free == stats.pages_total and not any(stats.pages_by_kind.values())
     return got
+
+
+def test_a_step_under_way_is_done_before_an_engine_is_closed(backend: str, recall: Documents) -> None:
+    llm = LLM("tiny", backend=backend, **OPTIONS)
+    llm.engine.add(EngineRequest("a", prompts(recall)[10], SamplingParams(temperature=0, max_tokens=9)))
+    for _ in range(3):
+        llm.engine.step()
+    torch.cuda._sleep(1 << 30)  # half a second
+    llm.engine.step()
+    flight = llm.engine._flight
+    assert flight is not None and not flight._done.query()
+    llm.close()
+    assert flight._done.query()
+
+
+def test_a_copy_to_the_host_is_timed_without_the_step_in_front(backend: str, recall: Documents) -> None:
+    with LLM("tiny", backend=backend, **OPTIONS) as llm:
+        llm.engine.add(EngineRequest("a", prompts(recall)[-1], SamplingParams(temperature=0, max_tokens=9)))
+        for _ in range(3):
+            llm.engine.step()
+        (seq,) = llm.engine.scheduler.running
+        llm.engine.swap.save(seq)  # the first time a copy sets something up
+        llm.engine.swap.drop(seq)
+        llm.engine.swap._bytes_per_second = 1.0
+        torch.cuda._sleep(1 << 30)
+        llm.engine.swap.save(seq)
+        assert seq.saved is not None
+        assert llm.engine.swap._bytes_per_second > 0.2 * seq.saved.payload_bytes / 0.2

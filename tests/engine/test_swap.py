@@ -2,9 +2,12 @@
 
 import pytest
 
+import abyssal.engine.swap
 from abyssal.engine.engine import Engine
 from abyssal.engine.request import EngineRequest
-from abyssal.engine.swap import SMOOTHING, SwapSpace
+from abyssal.engine.swap import FIRST_BYTES_PER_SECOND, SMOOTHING, SwapSpace
+from abyssal.kv.handover import export
+from abyssal.kv.pool import KVCache
 from tests.engine.test_engine import alone, assert_drained, drain, engine, folder, greedy, prompt
 
 __all__ = ["folder"]
@@ -50,6 +53,8 @@ def test_a_copy_waits_until_there_is_room_and_goes_with_its_request(folder, monk
     assert seq.saved is not None and eng.swap.used_bytes == seq.saved.payload_bytes > 0 and not seq.cache.blocks
     hog = eng.cache.new_sequence()
     assert eng.cache.allocate(hog, 0, 10)
+    for bucket, pool in eng.cache.pools.items():
+        eng.cache._make_room(bucket, pool.num_available)
     taken = [pool.take(pool.num_free) for pool in eng.cache.pools.values()]
     monkeypatch.setattr(eng.scheduler, "has_room", lambda _: True)
     plan = eng.scheduler.schedule()
@@ -104,3 +109,30 @@ def test_the_speed_follows_the_steps(folder):
     assert swap._tokens_per_second == pytest.approx(400)
     swap.measure_step(100, 1.0)
     assert swap._tokens_per_second == pytest.approx(400 + SMOOTHING * (100 - 400))
+
+
+def test_a_copy_is_timed_without_the_step_in_front_of_it(folder, monkeypatch):
+    """The device takes ten seconds for a chunk of another prompt, then one for the copy, which cannot begin before."""
+    eng = engine(folder)
+    eng.add(EngineRequest("a", prompt(300, 1), greedy(5)))
+    for _ in range(4):
+        eng.step()
+    now, queued = [0.0], [10.0]
+
+    def wait(_: KVCache) -> None:
+        now[0] += queued.pop() if queued else 0.0
+
+    def copy(cache, *args):
+        wait(cache)
+        now[0] += 1
+        return export(cache, *args)
+
+    seq = eng.scheduler.running[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "wait", wait)
+        patch.setattr(abyssal.engine.swap, "export", copy)
+        patch.setattr(abyssal.engine.swap.time, "perf_counter", lambda: now[0])
+        eng.swap.save(seq)
+    assert seq.saved is not None and now == [11.0]
+    expected = FIRST_BYTES_PER_SECOND + SMOOTHING * (seq.saved.payload_bytes - FIRST_BYTES_PER_SECOND)
+    assert eng.swap._bytes_per_second == pytest.approx(expected)

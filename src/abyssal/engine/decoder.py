@@ -125,8 +125,9 @@ class Decoder:
         values[:NUM_FACTS, :count] = [c.start for c in chunks], self.tables.place(caches), [c.folded for c in caches]
         values[NUM_FACTS, :count] = [c.token_ids[0] for c in chunks]
         if self._hash is not None:
-            for i, chunk in enumerate(chunks):
-                values[NUM_FACTS + 1 : NUM_FACTS + 1 + len(chunk.before), i] = chunk.before[::-1]
+            none = [-1] * self._hash.history
+            before = [[*c.before[::-1], *none[len(c.before) :]] for c in chunks]
+            values[NUM_FACTS + 1 :, :count] = np.array(before, np.int64).reshape(count, len(none)).T
         self._inputs.copy_(staged(values, self.device), non_blocking=True)
         if drawn is not None:
             drawn.put(self._inputs[NUM_FACTS])

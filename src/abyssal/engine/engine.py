@@ -17,7 +17,7 @@ from torch import Tensor
 from abyssal.checkpoint.loader import LoadWeights, load_weights
 from abyssal.checkpoint.source import resolve_model
 from abyssal.config import EngineConfig, resolve
-from abyssal.engine.flight import Flight
+from abyssal.engine.flight import Flight, Strips
 from abyssal.engine.request import EngineLimits, EngineRequest, FinishReason, RequestUpdate, check_ids, check_request
 from abyssal.engine.runner import Runner
 from abyssal.engine.sampler import SampledToken, SamplerState, prompt_logprobs, sample, sample_plain, unusable
@@ -124,6 +124,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, self.swap, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._sequences: dict[str, Sequence] = {}
         self._flight: Flight | None = None  # a step that nobody has waited for yet
+        self._strips = Strips(self.config.max_num_seqs, self.runner.device)
         self._landed_at = 0.0  # when the last one was done, as of `time.perf_counter`
         self._landed: list[RequestUpdate] = []  # found out between steps, to be reported by the next
         self._requests_seen = 0
@@ -173,12 +174,15 @@ class Engine:
         return GrammarMasks(self.tokenizer, self.info.model_vocab_size, self.info.eos_token_ids)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended."""
+        """Drop a request and return its pages; an unknown or finished id is ignored, since it may just have ended.
+
+        No step reports anything of it any more.
+        """
         if (seq := self._sequences.pop(request_id, None)) is not None:
             self.scheduler.remove(seq)
-            self._landed = [update for update in self._landed if update.request_id != request_id]
             if not self._sequences:  # nobody waits for it, and it would be measured up to the next request
                 self._flight = None
+        self._landed = [update for update in self._landed if update.request_id != request_id]
 
     def score(self, token_ids: list[int], chunk_sizes: list[int], rows: list[int], reuse_prefix: bool = False) -> Tensor:
         """Logits fp32 [len(rows), V] on the CPU of ascending positions `rows`, the prefill cut into `chunk_sizes`.
@@ -291,7 +295,15 @@ class Engine:
         return landed + updates
 
     def close(self) -> None:
-        """Let go of the captured graphs: a communicator that they use can be destroyed only after them. The rest goes with the object."""
+        """Wait for a step under way, then let go of the captured graphs: a communicator that they use can be destroyed only after them.
+
+        The rest goes with the object.
+        """
+        self._flight = None
+        try:
+            self.cache.wait()
+        except RuntimeError as error:
+            log.warning("the device failed before the engine was closed: %s", error)
         if self.runner.decoder is not None:
             self.runner.decoder.close()
 
@@ -358,8 +370,7 @@ class Engine:
         """A step of `num_sequences` failed with `error`; `scheduled` are those of them that have not ended."""
         self._require_alone(f"{type(error).__name__}: {error}")
         if scheduled and num_sequences == 1:
-            log.error("request %s failed", scheduled[0][0].request.request_id, exc_info=error)
-            return [self._fail(scheduled[0][0], f"internal error: {type(error).__name__}: {error}")]
+            return [self._break(scheduled[0][0], error)]
         # One of several sequences broke the step, half-way through the layers: no record can be relied on. Each is computed again
         # from its first token, alone, and only the culprit ends.
         ends = [(seq, seq.num_computed + count) for seq, count in scheduled]
@@ -415,9 +426,11 @@ class Engine:
         if not scheduled or (self.runner.decoder is None and self.runner.device.type == "cpu"):
             return False
         for seq, count in scheduled:
-            if seq.draws(count) and not seq.sampler.is_plain:
+            if not seq.sampler.is_plain and seq.draws(count):
                 return False
-            if _prompt_positions(seq, seq.num_computed, seq.num_computed + count):
+            if seq.request.params.prompt_logprobs is not None and _prompt_positions(
+                seq, seq.num_computed, seq.num_computed + count
+            ):
                 return False
         return not (self.runner.needs_tokens and any(seq.is_drawing for seq, _ in scheduled))
 
@@ -434,17 +447,18 @@ class Engine:
     def _take_off(self, scheduled: Scheduled, before: Flight | None) -> Flight:
         begun = time.perf_counter()
         drawn = None if before is None else before.drawn_for([seq for seq, _ in scheduled])
-        sequences, indices, rows, num_tokens = [], [], [], 0
+        sequences, indices, ahead, rows, num_tokens = [], [], [], [], 0
         for seq, count in scheduled:
             num_tokens += count
-            if seq.draws(count):
+            index, known = seq.num_computed + count, len(seq.token_ids)
+            if index >= known:
                 sequences.append(seq)
-                indices.append(seq.num_computed + count)
+                indices.append(index)
+                ahead.append(index - known)
                 rows.append(num_tokens - 1)
         logits = self._forward(scheduled, self._chunks(scheduled), rows, drawn)
-        ahead = [index - len(seq.token_ids) for seq, index in zip(sequences, indices, strict=True)]
         result = sample_plain(logits, [seq.sampler for seq in sequences], ahead, self.runner.argmax)
-        flight = Flight.launched(sequences, indices, num_tokens, begun, result)
+        flight = Flight.launched(sequences, indices, num_tokens, begun, result, self._strips)
         self._advance(scheduled)
         return flight
 
@@ -474,7 +488,8 @@ class Engine:
             self._landed += self._land(flight)
 
     def _is_in_use(self, request_id: str) -> bool:
-        return request_id in self._sequences
+        """Whether a step may still report something of that request."""
+        return request_id in self._sequences or any(update.request_id == request_id for update in self._landed)
 
     def _is_unfinished(self, seq: Sequence) -> bool:
         return self._sequences.get(seq.request.request_id) is seq
@@ -490,8 +505,8 @@ class Engine:
             offset += count
         begun = time.perf_counter()
         sampled = self._sample(self._forward(scheduled, self._chunks(scheduled), rows), wanted)
-        if not rows and self.runner.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if not rows:
+            self.cache.wait()
         self.swap.measure_step(offset, time.perf_counter() - begun)
         self._advance(scheduled)
         return [self._take(seq, token) for (seq, _), token in zip(scheduled, sampled, strict=True) if token is not None]
@@ -506,13 +521,17 @@ class Engine:
         return self.runner(chunks, rows, drawn=drawn)
 
     def _sample(self, logits: Tensor, wanted: list[tuple[Sequence, list[int], bool]]) -> list[SampledToken | None]:
-        """Record prompt logprobs, and draw one token for every sequence that computed its last one."""
+        """Record prompt logprobs, and draw one token for every sequence that computed its last one; an error where that failed."""
         sample_rows, states, row = [], [], 0
-        for seq, scored, samples in wanted:
+        unscored: dict[int, SampledToken] = {}
+        for i, (seq, scored, samples) in enumerate(wanted):
             if scored:
                 targets = [seq.token_ids[p + 1] for p in scored]
                 count = seq.request.params.prompt_logprobs or 0
-                seq.prompt_logprobs += prompt_logprobs(logits[row : row + len(scored)], targets, count)
+                try:
+                    seq.prompt_logprobs += prompt_logprobs(logits[row : row + len(scored)], targets, count)
+                except RequestError as error:
+                    unscored[i] = SampledToken(-1, error=str(error))
                 row += len(scored)
             if samples:
                 sample_rows.append(row)
@@ -521,39 +540,48 @@ class Engine:
         if len(sample_rows) < len(logits):
             logits = logits[sample_rows]
         drawn = iter(sample(logits, states))
-        return [next(drawn) if samples else None for _, _, samples in wanted]
+        tokens = [next(drawn) if samples else None for _, _, samples in wanted]
+        return [unscored.get(i, token) for i, token in enumerate(tokens)]
 
     def _advance(self, scheduled: Scheduled) -> None:
         """A step has been launched: it counts as computed."""
         known = []
         for seq, count in scheduled:
-            self._prompt_tokens += max(0, min(count, len(seq.request.prompt_ids) - seq.num_computed))
+            if (left := len(seq.request.prompt_ids) - seq.num_computed) > 0:
+                self._prompt_tokens += min(count, left)
             seq.num_computed += count
             if seq.num_computed <= len(seq.token_ids):
                 known.append((seq, count))
         self._settle(known)
 
     def _settle(self, computed: Scheduled) -> None:
-        """Keep the complete blocks of sequences of which a step computed so many tokens, all known by now, and return unneeded pages."""
+        """Keep the complete blocks of sequences of which a step computed so many tokens, all known by now, and return unneeded pages.
+
+        Between two steps of single tokens the scheduler does that (`KVCache.allocate_next`).
+        """
         for seq, count in computed:
             self.cache.commit(seq.cache, seq.token_ids, seq.num_computed)
-            if count > 1:
+            if count > 1 or seq.num_computed + 1 < len(seq.token_ids):
                 self.cache.release_unneeded(seq.cache, seq.num_computed)
-        singles = [seq for seq, count in computed if count == 1]
-        self.cache.release_passed([seq.cache for seq in singles], [seq.num_computed for seq in singles])
 
     def _take(self, seq: Sequence, token: SampledToken) -> RequestUpdate:
         """Add the token that `seq` has drawn, and end it where that is its last."""
         if token.error is not None:
             return self._fail(seq, token.error)
+        try:
+            seq.sampler.append(token.token_id)
+        except Exception as error:  # noqa: BLE001 others' tokens are taken by now: the step cannot be computed again
+            return self._break(seq, error)
         seq.token_ids.append(token.token_id)
-        seq.sampler.append(token.token_id)
         self._generation_tokens += 1
-        is_first = seq.num_output == 1
+        num_output = seq.num_output
+        is_first = num_output == 1
         if is_first:
             self._cached_tokens += seq.num_cached
-        reason, stop_id = self._finish_reason(seq, token.token_id)
-        if reason is not None:
+        reason: FinishReason | None = None
+        is_ending = token.token_id in seq.sampler.ending_ids  # never drawn before min_tokens
+        if is_ending or num_output >= seq.max_new_tokens:
+            reason = "stop" if is_ending else "length"
             self._end(seq)
         return RequestUpdate(
             seq.request.request_id,
@@ -561,14 +589,13 @@ class Engine:
             None if token.logprobs is None else [token.logprobs],
             [None, *seq.prompt_logprobs] if is_first and seq.request.params.prompt_logprobs is not None else None,
             reason,
-            stop_id,
+            token.token_id if is_ending else None,
             num_cached_tokens=seq.num_cached,
         )
 
-    def _finish_reason(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
-        if token in seq.sampler.ending_ids:  # never drawn before min_tokens
-            return "stop", token
-        return ("length", None) if seq.num_output >= seq.max_new_tokens else (None, None)
+    def _break(self, seq: Sequence, error: Exception) -> RequestUpdate:
+        log.error("request %s failed", seq.request.request_id, exc_info=error)
+        return self._fail(seq, f"internal error: {type(error).__name__}: {error}")
 
     def _fail(self, seq: Sequence, message: str) -> RequestUpdate:
         self._end(seq)

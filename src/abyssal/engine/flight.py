@@ -12,6 +12,26 @@ from abyssal.engine.sequence import Sequence
 from abyssal.kv.batch import Drawn, staged
 
 
+class Strips:
+    """Where tokens land on the host: two places in turn, since a step is launched before the one before has landed."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        """`most`: sequences of a step."""
+        is_cuda = device.type == "cuda"
+        self._places = [torch.empty(2 * most, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)]
+        self._events = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
+
+    def receive(self, result: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """A place for `result` int64 [2, S], which will be there once the event has happened; None: it is there."""
+        self._places.reverse()
+        self._events.reverse()
+        place, done = self._places[0][: result.numel()].view(result.shape), self._events[0]
+        place.copy_(result, non_blocking=True)
+        if done is not None:
+            done.record()
+        return place, done
+
+
 @dataclass(frozen=True, slots=True)
 class Flight:
     """Which sequences a step draws a token for, and where these tokens will be."""
@@ -25,16 +45,11 @@ class Flight:
     _done: torch.cuda.Event | None  # None: there is nothing to wait for
 
     @classmethod
-    def launched(cls, sequences: list[Sequence], indices: list[int], num_tokens: int, begun: float, result: Tensor) -> Flight:
+    def launched(
+        cls, sequences: list[Sequence], indices: list[int], num_tokens: int, begun: float, result: Tensor, strips: Strips
+    ) -> Flight:
         """`result`: as `sample_plain` returns it; whatever is launched next may write where it lies."""
-        tokens = result[0].clone()
-        if not result.is_cuda:
-            return cls(sequences, indices, num_tokens, begun, tokens, result.clone(), None)
-        host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-        host.copy_(result, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return cls(sequences, indices, num_tokens, begun, tokens, host, done)
+        return cls(sequences, indices, num_tokens, begun, result[0].clone(), *strips.receive(result))
 
     def drawn_for(self, sequences: list[Sequence]) -> Drawn | None:
         """What the step after, of `sequences`, takes of this one's tokens; None: nothing.

@@ -54,6 +54,7 @@ class Runner:
         self.pieces: Pieces | None = None
         local = comm.mesh.local(model_config)
         self.ngrams = _ngram_hash(model_config, tokenizer)
+        self._history = 0 if self.ngrams is None else self.ngrams.history  # tokens that n-grams look back to
         self.device = torch.device(config.device)
         self.dtype = dtype = getattr(torch, config.dtype)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # products accumulate in fp32 (V4 spec 3.3)
@@ -164,7 +165,8 @@ class Runner:
 
         `start` may be behind the last of them, for the token that follows.
         """
-        return Chunk(token_ids[start:end] or [UNKNOWN], start, cache, token_ids[max(0, start - self._history) : start])
+        before = token_ids[max(0, start - self._history) : start] if self._history else ()
+        return Chunk(token_ids[start:end] or [UNKNOWN], start, cache, before)
 
     def _capture_pieces(self, cache: KVCache) -> Pieces:
         pieces = Pieces(self.model, cache, self.config.max_num_batched_tokens, torch.cuda.graph_pool_handle())
@@ -176,10 +178,6 @@ class Runner:
         """With several ranks in a step what they exchange depends on the tokens."""
         mesh = self.comm.mesh
         return bool(self.config.enable_cuda_graphs) and self.device.type == "cuda" and mesh.tp == mesh.ep == 1
-
-    @property
-    def _history(self) -> int:
-        return self.ngrams.history if self.ngrams is not None else 0
 
     def _identity(self) -> str:
         """Says which model and dtype make the records, wherever the checkpoint lies: any training changes the weights sampled here."""

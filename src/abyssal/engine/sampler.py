@@ -71,10 +71,13 @@ class SamplerState:
         self.prompt_ids = prompt_ids
         self.mask = mask
         self._always_edits = bool(params.logit_bias) or self._penalises or mask is not None
+        self.ending_ids = sorted(ending_token_ids(params, eos_token_ids))
+        # Tokens generated from which on those that follow are plain, as in `is_plain`
+        always_waits = self._always_edits or params.logprobs is not None
+        self._plain_from = math.inf if always_waits else params.min_tokens if self.ending_ids else 0
         self.output_ids: list[int] = []
         for token in output_ids:
             self.append(token)
-        self.ending_ids = sorted(ending_token_ids(params, eos_token_ids))
         self._stream = f"request {params.seed}" if params.seed is not None else "engine {} {}".format(*fallback_seed)
         self._seen: Tensor | None = None  # bool [V], the token occurs in the prompt or the output
         self._counts: Tensor | None = None  # fp32 [V], occurrences in the output
@@ -106,7 +109,7 @@ class SamplerState:
     @property
     def is_plain(self) -> bool:
         """Whether, from the next token on, tokens follow from logits and random numbers alone, and nothing but tokens is asked for."""
-        return not self.edits_logits and self.params.logprobs is None
+        return len(self.output_ids) >= self._plain_from
 
     def next_uniform(self, ahead: int = 0) -> float:
         """The random number in [0, 1) for the next token: 53 bits of a hash of the stream and the number of the token.

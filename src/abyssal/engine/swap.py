@@ -47,6 +47,7 @@ class SwapSpace:
 
     def save(self, seq: Sequence) -> None:
         """Copy what the caches hold of `seq` to the host."""
+        self.cache.wait()  # a step under way, which is no part of the copy
         start = time.perf_counter()
         seq.saved = export(self.cache, seq.cache, seq.token_ids)
         size = seq.saved.payload_bytes

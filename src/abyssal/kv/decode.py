@@ -86,10 +86,10 @@ class DecodeTables:
             places.append((np.array(where, np.int64)[:, None] + self._layers[name]).ravel())
             pages += own
         if places:
-            changes = np.stack((np.concatenate(places), np.concatenate(pages)))
+            changes = np.concatenate((*places, *pages)).reshape(2, -1)
             self._known[changes[0]] = changes[1]
-            sent = staged(changes, self.device).to(self.device, non_blocking=True)
-            self.all_pages.index_copy_(0, sent[0], sent[1].int())
+            where, what = staged(changes, self.device).to(self.device, non_blocking=True)
+            self.all_pages.index_copy_(0, where, what.int())
         return rows
 
     def _give_rows(self, caches: list[SequenceCache], rows: list[int]) -> None:
@@ -120,7 +120,7 @@ class DecodeTables:
 
 def _columns(spec: CacheSpec, max_tokens: int) -> int:
     if spec.lifetime == "window":
-        return (spec.window + ROLL_BACK - 1) // spec.entries_per_page + 2
+        return spec.most_blocks
     return max(1, len(spec.blocks(max_tokens)))
 
 

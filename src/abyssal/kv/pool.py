@@ -75,6 +75,9 @@ class PagePool:
         """The prefix index lets `pages` go."""
         return self._change(pages, holders=-1, kept=-1)
 
+    def has_one_holder(self, page: int) -> bool:
+        return bool(self._holders[page] == 1)
+
     def any_idle(self, pages: np.ndarray) -> bool:
         return bool((self._holders[pages] == self._kept[pages]).any())
 
@@ -144,16 +147,22 @@ class KVCache:
             identity: says what makes the records: model and number format.
         """
         self.specs = plan.specs
+        self.device = device
         self.prefix = prefix
         self.identity = identity
         self.pools = {b: PagePool(size, num_pages[b], device) for b, size in plan.page_bytes.items()}
         self.views = {name: RecordView(self.pools[s.bucket].data, s) for name, s in plan.specs.items()}
         self.used_by_kind = dict.fromkeys(plan.specs, 0)  # pages that sequences hold, shared ones once
-        # By position in a block of tokens: kinds whose next page such a token begins, and windows that leave a page behind it.
-        # Records come first: a sequence without them gets all of its pages at once.
-        kinds = sorted(self.specs, key=lambda name: self.specs[name].lifetime != "record")
-        self._opening = [[n for n in kinds if _opens_page(self.specs[n], p)] for p in range(BLOCK_TOKENS)]
-        self._leaving = [[n for n, s in self.specs.items() if _leaves_page(s, p + 1)] for p in range(BLOCK_TOKENS)]
+        # What a token turns over, by its position in a block of tokens: windows that leave a page in front of it behind and begin one with
+        # it, those that only leave one, and kinds that only begin one; None: nothing.
+        self._turns = [_turned(self.specs, position) for position in range(BLOCK_TOKENS)]
+        # Of a window the columns of its table when the first has become the last.
+        self._moved = {n: np.roll(np.arange(s.most_blocks), -1) for n, s in self.specs.items() if s.lifetime == "window"}
+
+    def wait(self) -> None:
+        """Return once all that was launched on the device, which may read and write records, is done."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def new_sequence(self, salt: str | None = None) -> SequenceCache:
         """An empty sequence; only sequences of the same `salt` share blocks."""
@@ -174,22 +183,34 @@ class KVCache:
     def allocate_next(self, seqs: list[SequenceCache], positions: list[int]) -> bool:
         """Give each sequence pages for computing the token at its position, all that are needed, or False.
 
-        What `allocate` does for one token each, for all of them at once.
+        What `release_unneeded` and `allocate` do between steps of one token each, for all of them at once. Of a window that leaves a page
+        behind and begins one, the page moves on, if nobody else holds it.
         """
+        dropped: dict[str, list[np.ndarray]] = {}
         wanted: dict[str, list[tuple[SequenceCache, int]]] = {}
         need = dict.fromkeys(self.pools, 0)
+        has_records = True
         for seq, position in zip(seqs, positions, strict=True):
-            for name in self._opening[position % BLOCK_TOKENS]:
+            if (turns := self._turns[position % BLOCK_TOKENS]) is None:
+                continue
+            moving, leaving, opening = turns
+            if stuck := [n for n in moving if not self._moves_on(n, seq.tables[n], position)]:
+                leaving, opening = leaving + stuck, opening + stuck
+            for name in leaving:
+                table = seq.tables[name]
+                if (count := self.specs[name].first_block(position) - table.first_block) > 0 and table.pages.shape[1]:
+                    dropped.setdefault(name, []).append(_cut_front(table, count))
+            for name in opening:
                 spec, table = self.specs[name], seq.tables[name]
                 if spec.lifetime == "record":
-                    if table.pages.shape[1] == 0 and not self.allocate(seq, position, position + 1):
-                        return False
+                    has_records = has_records and (table.pages.shape[1] > 0 or self.allocate(seq, position, position + 1))
                 elif not _has_block(table, block := position // spec.ratio // spec.entries_per_page):
                     wanted.setdefault(name, []).append((seq, block))
                     need[spec.bucket] += len(spec.layers)
-        if not wanted:
-            return True
-        if not self._make_free(need):
+        for name, parts in dropped.items():
+            pages = np.concatenate(parts, axis=1)
+            self._each(PagePool.give_back, {name: pages[pages != NO_PAGE]})
+        if not (has_records and self._make_free(need)):
             return False
         for name, where in wanted.items():
             spec = self.specs[name]
@@ -202,6 +223,19 @@ class KVCache:
                 assert block == table.end_block, f"{name}: block {block} after {table.end_block} blocks"
                 table.pages = np.concatenate((table.pages, own), axis=1)
                 seq.changed[name] = min(block, seq.changed.get(name, block))
+        return True
+
+    def _moves_on(self, name: str, table: PageTable, position: int) -> bool:
+        """Let the first page of a window, left behind at `position`, become the one that begins there, unless it has other holders.
+
+        In a copy of the table, which has block b in column b % `most_blocks`, it is where it was.
+        """
+        spec, order, pages = self.specs[name], self._moved[name], table.pages
+        is_next = pages.shape[1] == len(order) and (table.first_block + len(order)) * spec.entries_per_page == position
+        if not (is_next and self.pools[spec.bucket].has_one_holder(pages[0, 0])):
+            return False
+        table.pages = pages.take(order, axis=1)
+        table.first_block += 1
         return True
 
     def allocate_restored(self, seq: SequenceCache, token_ids: list[int], tokens: int) -> int | None:
@@ -408,18 +442,6 @@ class KVCache:
             if spec.lifetime == "window":
                 self._drop_before(name, seq.tables[name], spec.blocks(end).start)
 
-    def release_passed(self, seqs: list[SequenceCache], ends: list[int]) -> None:
-        """What `release_unneeded` does after a step of one token of each sequence, for all of them at once."""
-        dropped: dict[str, list[np.ndarray]] = {}
-        for seq, end in zip(seqs, ends, strict=True):
-            for name in self._leaving[(end - 1) % BLOCK_TOKENS]:
-                table = seq.tables[name]
-                if (count := self.specs[name].first_block(end) - table.first_block) > 0 and table.pages.shape[1]:
-                    dropped.setdefault(name, []).append(_cut_front(table, count))
-        for name, parts in dropped.items():
-            pages = np.concatenate(parts, axis=1)
-            self._each(PagePool.give_back, {name: pages[pages != NO_PAGE]})
-
     def free(self, seq: SequenceCache) -> None:
         """Return every page of `seq`; it is then empty."""
         for block in reversed(seq.blocks):
@@ -498,6 +520,16 @@ def _cut_front(table: PageTable, count: int) -> np.ndarray:
     return dropped
 
 
+def _turned(specs: dict[str, CacheSpec], position: int) -> tuple[list[str], list[str], list[str]] | None:
+    """Kinds as in `KVCache._turns`. Records come first: a sequence without them gets all of its pages at once."""
+    kinds = sorted(specs, key=lambda name: specs[name].lifetime != "record")
+    leaving = [n for n in kinds if _leaves_page(specs[n], position)]
+    opening = [n for n in kinds if _opens_page(specs[n], position)]
+    both = [n for n in leaving if n in opening]
+    parts = both, [n for n in leaving if n not in both], [n for n in opening if n not in both]
+    return parts if any(parts) else None
+
+
 def _opens_page(spec: CacheSpec, position: int) -> bool:
     """Whether the token at `position` stores the first entry of a page, or may be the first of a sequence that stores anything."""
     if spec.lifetime == "record":
@@ -507,8 +539,12 @@ def _opens_page(spec: CacheSpec, position: int) -> bool:
 
 
 def _leaves_page(spec: CacheSpec, end: int) -> bool:
-    """Whether a window kind needs a page less when a sequence reaches `end` tokens, modulo the block of tokens."""
-    return spec.lifetime == "window" and (end - spec.window - ROLL_BACK) % spec.entries_per_page == 0
+    """Whether a window kind has a page too many when a sequence reaches `end` tokens, modulo the block of tokens.
+
+    Of the few rows of a state the page that is not needed any more is kept for some tokens, until it can become the next.
+    """
+    passed = 0 if spec.tail_only else spec.window + ROLL_BACK
+    return spec.lifetime == "window" and (end - passed) % spec.entries_per_page == 0
 
 
 def entry_slots(spec: CacheSpec, table: PageTable, entries: np.ndarray) -> np.ndarray:

@@ -41,6 +41,11 @@ class CacheSpec:
         """First token position whose entry a sequence of `end` tokens still needs."""
         return 0 if self.lifetime == "context" else max(0, end - self.window - ROLL_BACK)
 
+    @property
+    def most_blocks(self) -> int:
+        """Most blocks of a window kind that a sequence needs for a step of one token."""
+        return (self.window + ROLL_BACK - 1) // self.entries_per_page + 2
+
     def blocks(self, tokens: int) -> range:
         """Blocks, of `entries_per_page` entries each, that a sequence of `tokens` tokens needs between steps."""
         if self.lifetime == "record":

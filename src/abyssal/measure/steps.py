@@ -45,6 +45,7 @@ class Decode:
     breakdown_ms: dict[str, float] | None  # of one step, by op
     kernels_ms: dict[str, float] | None  # and on a GPU by kernel
     busy_ms: float | None  # of a profiled step, during which a kernel ran
+    host_ms: float | None  # median of what a step takes the host on a GPU that has nothing left to do: it waits for nothing
 
     @property
     def share(self) -> float:
@@ -93,7 +94,7 @@ def decode_rows(
 
     The caches hold random records (`abyssal.measure.records`); tokens are drawn greedily.
     """
-    context = min(context, engine.info.max_model_len - steps - WARM_UP - PROFILED - 1)
+    context = min(context, engine.info.max_model_len - 2 * steps - WARM_UP - PROFILED - 1)
     names: list[str] = []
     try:
         names = add_running(engine, max(batches), context)
@@ -135,6 +136,7 @@ def _decode(engine: Engine, context: int, steps: int, ceilings: Ceilings, with_b
         ends.append(time.perf_counter())
     assert len(engine.scheduler.running) == batch, "a request ended while it was measured"
     moved = mean_decode_bytes(stored_config(engine), engine.runner.plan, engine.runner.dtype, contexts, steps)
+    host = _host_seconds(engine, steps) if engine.runner.device.type == "cuda" else None
     found = None
     if with_breakdown:
         found = profile(lambda: [engine.step() for _ in range(PROFILED)], engine.runner.device)
@@ -148,7 +150,18 @@ def _decode(engine: Engine, context: int, steps: int, ceilings: Ceilings, with_b
         breakdown_ms=None if found is None else _milliseconds(found.by_op, PROFILED),
         kernels_ms=None if found is None else _milliseconds(found.by_kernel, PROFILED),
         busy_ms=None if found is None else found.busy / PROFILED * 1e3,
+        host_ms=None if host is None else statistics.median(host) * 1e3,
     )
+
+
+def _host_seconds(engine: Engine, steps: int) -> list[float]:
+    """Of steps that each begin when the one before is done on the device."""
+    taken = []
+    for _ in range(steps):
+        begin = synchronised(engine.runner.device)
+        engine.step()
+        taken.append(time.perf_counter() - begin)
+    return taken
 
 
 def measure_prefill(engine: Engine, tokens: int, ceilings: Ceilings) -> Prefill | Failed:
