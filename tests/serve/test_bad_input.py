@@ -173,6 +173,13 @@ def test_unknown_fields_in_bulk_are_refused_in_short() -> None:
         error_of(post(APP, path, f'{{"{name}": 1, "{name}": 2}}'.encode()), param=name[:200])
         refuse(path, {f"x{i}": 1 for i in range(20_000)})
     refuse(CHAT, {"messages": [{"role": "user", "content": "U", name: 1}]}, param=f"messages[0].{name}"[:200])
+    for field, value in (("logit_bias", "x"), ("metadata", 1)):
+        refuse(CHAT, {field: {name: value}}, param=f"{field}.{name}"[:200])
+    wide: Any = "x" * 99
+    for _ in range(5):
+        wide = {f"{i}" * 99: wide for i in range(4)}
+    for field in ("tool_choice", "response_format", "stop", "reasoning_effort"):
+        refuse(CHAT, {field: wide}, param=field)
     for schema, field in ((DetokenizeBody, "tokens"), (CompletionBody, "stop_token_ids")):
         with pytest.raises(ValidationError) as caught:
             schema.model_validate({field: [""] * 1000})

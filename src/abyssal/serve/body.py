@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 from fastapi import Request
 from pydantic import ValidationError
 
-from abyssal.errors import RequestError, show
+from abyssal.errors import RequestError, shorten, show
 from abyssal.options import hint
 from abyssal.serve.errors import HttpError
 from abyssal.serve.schemas import Body
@@ -105,9 +105,9 @@ def _request_error(error: ValidationError, schema: type[Body]) -> RequestError:
     if first["type"] == "extra_forbidden":
         return RequestError(f"unknown field {show(param)}{_remedy(param, schema)}", param=param)
     if first["type"] == "missing":
-        return RequestError(f"{param} is missing", param=param)
+        return RequestError(f"{shorten(param)} is missing", param=param)
     what = first["msg"].replace("Input should be", "must be").replace("Extra inputs are", "must be")
-    return RequestError(f"{param}={show(first['input'])} {what}", param=param)
+    return RequestError(f"{shorten(param)}={show(first['input'])} {what}", param=param)
 
 
 def _remedy(name: str, schema: type[Body]) -> str:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from abyssal.errors import RequestError, show
+from abyssal.errors import RequestError, shorten, show
 from abyssal.serve.json_pattern import PatternError, grammar_regex
 
 MAX_DEPTH = 64  # schemas within schemas
@@ -430,5 +430,4 @@ def _is_of(value: Any, name: str) -> bool:
 
 
 def _refuse(path: str, why: str) -> NoReturn:
-    shown = path if len(path) <= 200 else f"{path[:90]}…{path[-90:]}"
-    raise RequestError(f"{shown}: {why}", param=path)
+    raise RequestError(f"{shorten(path)}: {why}", param=path)

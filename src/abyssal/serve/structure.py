@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from abyssal.errors import RequestError
+from abyssal.errors import RequestError, shorten
 from abyssal.serve.conversation import Conversation, ResponseFormat, Tool
 from abyssal.serve.grammar_schema import grammar_schema
 from abyssal.serve.json_pattern import grammar_regex
@@ -183,7 +183,7 @@ def _definitions(argument: Schema, root: dict[str, Any], path: str) -> dict[str,
         if "$ref" not in node:
             continue
         if not node["$ref"].startswith(("#/$defs/", "#/definitions/")):
-            raise RequestError(f"{path}.$ref: an argument can refer to $defs only", param=f"{path}.$ref")
+            raise RequestError(f"{shorten(path)}.$ref: an argument can refer to $defs only", param=f"{path}.$ref")
         _, table, step, *_ = unquote(node["$ref"]).split("/")
         name = step.replace("~1", "/").replace("~0", "~")
         if name not in found.setdefault(table, {}):
