@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from abyssal.engine.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
 from abyssal.errors import RequestError
-from abyssal.serve.body import MAX_BODY_BYTES, parse_object
+from abyssal.serve.body import MAX_BODY_BYTES, MAX_LEVELS, parse_object
 from abyssal.serve.completions import MAX_OUTPUTS
 from abyssal.serve.schemas import CompletionBody, DetokenizeBody
 from tests.serve.scripted import MAX_MODEL_LEN, MODEL, TOKENIZER, ScriptedClient, app_of, echo, events, http_client, post, says
@@ -104,6 +104,22 @@ NOT_A_REQUEST = {
     "number of 5,000 digits": b'{"model": "scripted", "prompt": "Hi", "seed": ' + b"9" * 5000 + b"}",
     "control character": b'{"model": "scripted", "prompt": "a\x00b"}',
 }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_l05_whatever_is_not_nested_too_deeply_can_be_sent_back(stream: bool) -> None:
+    """The answer of this route repeats the tools."""
+    app, deepest = app_of(ScriptedClient(says("Hello"), max_model_len=10**6)), 0
+    for depth in range(480, 1000, 4):
+        tool = {"type": "function", "name": "f", "parameters": {"default": "@"}}
+        body = json.dumps({**BODIES[RESPONSES], "tools": [tool], "stream": stream})
+        response = post(app, RESPONSES, body.replace('"@"', '{"a":' * depth + "1" + "}" * depth).encode())
+        if response.status_code == 200:
+            assert response.text.count('{"a":' * depth) == (3 if stream else 1) and "failed" not in response.text
+            deepest = depth
+        else:
+            error_of(response)
+    assert deepest == MAX_LEVELS - 4  # the body, its tools, the tool, its parameters
 
 
 @pytest.mark.parametrize("path", BODIES)
