@@ -217,7 +217,17 @@ def test_tokenizer_without_an_eos():
     assert NO_BOS.eos_token_id is None and NO_BOS.bos_token_id is None and NO_BOS.eos_token_ids([7]) == [7]
 
 
-@pytest.mark.parametrize("options", [{"eos_token": "<nope>"}, {"bos_token": 3}, {"eos_token": {"content": []}}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eos_token": "<nope>"},
+        {"bos_token": 3},
+        {"eos_token": {"content": []}},
+        {"bos_token": "\ud800"},
+        {"eos_token": {"content": "a\udfff"}},
+    ],
+    ids=str,
+)
 def test_contradictory_tokenizer_config_is_refused(tmp_path, options):
     with pytest.raises(CheckpointError, match="tokenizer_config.json"):
         Tokenizer.load(write(tmp_path, **options), 4096)

@@ -1,6 +1,9 @@
 """Every error that Abyssal raises on purpose. A message names the offending value and the remedy."""
 
 import reprlib
+from typing import Any
+
+MOST_CHARS = 200  # of a value in a message
 
 
 class AbyssalError(Exception):
@@ -43,6 +46,11 @@ class _Short(reprlib.Repr):
         super().__init__()
         self.maxstring = 60  # characters: more than the longest name of a field or option
 
+    def repr(self, x: Any) -> str:
+        """Objects within objects are short one by one, not together."""
+        text = super().repr(x)
+        return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}..."
+
     def repr_int(self, x: int, level: int) -> str:
         """Python refuses to write integers of thousands of digits."""
         return super().repr_int(x, level) if x.bit_length() < 1024 else f"<integer of {x.bit_length()} bits>"
@@ -50,3 +58,8 @@ class _Short(reprlib.Repr):
 
 show = _Short().repr
 """A value for a message: short, since a message must not carry a megabyte of the client's own input back to it."""
+
+
+def shorten(path: str) -> str:
+    """A path within a request for a message, likewise: names of a client's own are part of it."""
+    return path if len(path) <= MOST_CHARS else f"{path[:90]}…{path[-90:]}"

@@ -7,6 +7,7 @@ ordinary text unless told otherwise, and `encode_segments` takes the places wher
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,8 +230,8 @@ def _spelling(options: dict[str, Any], name: str) -> str | None:
     value = options.get(name)
     if isinstance(value, dict):
         value = value.get("content")
-    if value is not None and not isinstance(value, str):
-        raise CheckpointError(f"tokenizer_config.json: {name} must be a string or an object with one, not {value!r}")
+    if value is not None and (not isinstance(value, str) or re.search("[\ud800-\udfff]", value)):
+        raise CheckpointError(f"tokenizer_config.json: {name} must be a string of text or an object with one, not {value!r}")
     return value
 
 

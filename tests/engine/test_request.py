@@ -30,13 +30,13 @@ TINY_STEP = 1e-9
 # field: values that are allowed, values that are not
 RANGES = {
     "n": ([1, 128], [0, -1, 129, 10**30]),
-    "temperature": ([0, 0.0, 5e-324, 2, 1e308], [-TINY_STEP, -1, NAN, INF, -INF, 10**400]),
+    "temperature": ([0, 0.0, 5e-324, 2, 1e308, 2**1000], [-TINY_STEP, -1, NAN, INF, -INF, 10**400]),
     "top_p": ([5e-324, 0.5, 1, 1.0], [0, 0.0, -0.1, 1 + TINY_STEP, 2, NAN, INF]),
     "top_k": ([0, -1, 1, 2**31 - 1], [-2, 2**31]),
     "min_p": ([0, 0.0, 1, 1.0], [-TINY_STEP, 1 + TINY_STEP, NAN, INF]),
     "presence_penalty": ([-2, 2, 0.5], [-2 - TINY_STEP, 2 + TINY_STEP, NAN, INF]),
     "frequency_penalty": ([-2.0, 2.0, 0], [-2 - TINY_STEP, 2 + TINY_STEP, NAN, -INF]),
-    "repetition_penalty": ([5e-324, 1, 1e308], [0, 0.0, -0.0, -1, NAN, INF]),
+    "repetition_penalty": ([5e-324, 1, 1e308, 2**1000], [0, 0.0, -0.0, -1, NAN, INF]),
     "seed": ([None, 0, -(2**63), 2**63 - 1], [-(2**63) - 1, 2**63]),
     "logprobs": ([None, 0, 20], [-1, 21]),
     "prompt_logprobs": ([None, 0, 20], [-1, 21]),
@@ -170,6 +170,10 @@ def test_l03_l13_first_and_last_id_pass_and_the_next_does_not():
     refused(lambda: check_request(request(stop_token_ids=[100]), LIMITS), "stop_token_ids")
 
 
+def test_a_salt_that_no_message_can_hold():
+    refused(lambda: check_request(EngineRequest("a", [1], SamplingParams(), cache_salt="a\ud800"), LIMITS), "cache_salt")
+
+
 @pytest.mark.parametrize("bad", ["", None, 3])
 def test_request_id(bad):
     refused(lambda: check_request(request(request_id=bad), LIMITS), "request_id")
@@ -218,8 +222,12 @@ def test_l27_union_of_what_ends_an_output():
 
 
 def test_requests_survive_the_wire():
-    """Dataclasses are validated again where they arrive, and equal what was sent."""
+    """Dataclasses are validated again where they arrive, and equal what was sent, as everything that is allowed."""
     msgpack = pytest.importorskip("msgspec", reason="only the server needs msgspec").msgpack
+    for name, (good, _) in RANGES.items():
+        for value in good:
+            params = SamplingParams(**{name: value})
+            assert msgpack.decode(msgpack.encode(params), type=SamplingParams) == params
     sent = request((1, 2), stop=["é"], logit_bias={5: -1.5}, temperature=1, seed=-(2**63), top_k=-1)
     assert msgpack.decode(msgpack.encode(sent), type=EngineRequest) == sent
     broken = msgpack.encode(sent).replace(b"\xa5top_p\xcb\x3f\xf0", b"\xa5top_p\xcb\xbf\xf0")

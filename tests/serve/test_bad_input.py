@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from abyssal.engine.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
 from abyssal.errors import RequestError
-from abyssal.serve.body import MAX_BODY_BYTES, parse_object
+from abyssal.serve.body import MAX_BODY_BYTES, MAX_LEVELS, parse_object
 from abyssal.serve.completions import MAX_OUTPUTS
 from abyssal.serve.schemas import CompletionBody, DetokenizeBody
 from tests.serve.scripted import MAX_MODEL_LEN, MODEL, TOKENIZER, ScriptedClient, app_of, echo, events, http_client, post, says
@@ -106,6 +106,22 @@ NOT_A_REQUEST = {
 }
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_l05_whatever_is_not_nested_too_deeply_can_be_sent_back(stream: bool) -> None:
+    """The answer of this route repeats the tools."""
+    app, deepest = app_of(ScriptedClient(says("Hello"), max_model_len=10**6)), 0
+    for depth in range(480, 1000, 4):
+        tool = {"type": "function", "name": "f", "parameters": {"default": "@"}}
+        body = json.dumps({**BODIES[RESPONSES], "tools": [tool], "stream": stream})
+        response = post(app, RESPONSES, body.replace('"@"', '{"a":' * depth + "1" + "}" * depth).encode())
+        if response.status_code == 200:
+            assert response.text.count('{"a":' * depth) == (3 if stream else 1) and "failed" not in response.text
+            deepest = depth
+        else:
+            error_of(response)
+    assert deepest == MAX_LEVELS - 4  # the body, its tools, the tool, its parameters
+
+
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("name", NOT_A_REQUEST)
 def test_l05_bodies_that_are_no_request(path: str, name: str) -> None:
@@ -173,6 +189,13 @@ def test_unknown_fields_in_bulk_are_refused_in_short() -> None:
         error_of(post(APP, path, f'{{"{name}": 1, "{name}": 2}}'.encode()), param=name[:200])
         refuse(path, {f"x{i}": 1 for i in range(20_000)})
     refuse(CHAT, {"messages": [{"role": "user", "content": "U", name: 1}]}, param=f"messages[0].{name}"[:200])
+    for field, value in (("logit_bias", "x"), ("metadata", 1)):
+        refuse(CHAT, {field: {name: value}}, param=f"{field}.{name}"[:200])
+    wide: Any = "x" * 99
+    for _ in range(5):
+        wide = {f"{i}" * 99: wide for i in range(4)}
+    for field in ("tool_choice", "response_format", "stop", "reasoning_effort"):
+        refuse(CHAT, {field: wide}, param=field)
     for schema, field in ((DetokenizeBody, "tokens"), (CompletionBody, "stop_token_ids")):
         with pytest.raises(ValidationError) as caught:
             schema.model_validate({field: [""] * 1000})

@@ -27,13 +27,14 @@ def test_n13_no_prefix_is_shared_across_salts() -> None:
                 assert cached(server, path, salt) >= 256, f"{salt!r} does not get what it left itself"
 
 
-@pytest.mark.parametrize("salt", ["", "x" * 257, 7, ["a"]])
+@pytest.mark.parametrize("salt", ["", "x" * 257, 7, ["a"], "a\udfff"])
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_bad_salts_are_refused(path: str, salt: Any) -> None:
+def test_bad_salts_are_refused(path: str, stream: bool, salt: Any) -> None:
     body = (
         {"model": "scripted", "messages": [{"role": "user", "content": "U"}]}
         if path == CHAT
         else {"model": "scripted", "prompt": "U"}
     )
-    response = post(app_of(ScriptedClient(says("Hi"))), path, {**body, "cache_salt": salt})
+    response = post(app_of(ScriptedClient(says("Hi"))), path, {**body, "cache_salt": salt, "stream": stream})
     assert response.status_code == 400 and response.json()["error"]["param"] == "cache_salt"

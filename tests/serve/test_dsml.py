@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from abyssal.serve.conversation import Tool
-from abyssal.serve.dsml import MAX_HEAD_CHARS, AnswerParser, CallArguments, CallStart, Event, Text
+from abyssal.serve.dsml import DSML_MARK, MAX_HEAD_CHARS, AnswerParser, CallArguments, CallStart, Event, Text
 
 D, THINK, END = "\udc00", "\udc01", "\udc02"  # the marks of `｜DSML｜`, `<think>` and `</think>`
 
@@ -337,3 +337,14 @@ def test_fuzz() -> None:
 @pytest.mark.long
 def test_fuzz_of_a_million_steps() -> None:
     fuzz(1, 1_000_000)
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("piece", ["\n", " ", DSML_MARK])
+def test_white_space_that_waits_is_read_once(thinking: bool, piece: str) -> None:
+    """A model that has lost its way may write nothing else up to the limit of its context."""
+    parser, count = AnswerParser(thinking), 300_000
+    events = [event for _ in range(count) for event in parser.feed(piece)]
+    events += [*parser.feed("x"), *parser.finish()]
+    expected = "x" if piece == DSML_MARK else piece * count + "x"
+    assert "".join(event.text for event in events if isinstance(event, Text)) == expected

@@ -23,6 +23,18 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+def doubling(levels: int) -> dict[str, Any]:
+    """Definitions of which each leads twice to the next: as many ways to the last as two to the power of `levels`."""
+    ways = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
+    return {**ways, f"d{levels}": {"type": "string"}}
+
+
+def chain(length: int) -> dict[str, Any]:
+    """Definitions of which each is the next."""
+    return {**{f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(length)}, f"d{length}": {"type": "string"}}
+
+
+FIRST: dict[str, Any] = {"$ref": "#/$defs/d0"}
 STRING = {"type": "string"}
 DOT = {"type": "object", "properties": {"type": {"const": "dot"}}, "required": ["type"]}
 LINE = {"type": "object", "properties": {"type": {"const": "line"}}, "required": ["type"]}
@@ -37,6 +49,8 @@ GOOD: list[Any] = [
     {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2}, {"type": "object", "propertyNames": {"pattern": "^a$"}},
     {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}, {"type": "object", "properties": {"a/b~c": STRING, "x": {"$ref": "#/properties/a~1b~0c"}}},
     {"$defs": {"n": {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}}}, "$ref": "#/$defs/n"},
+    {"$defs": doubling(60), "type": "string", "anyOf": [FIRST]}, {"$defs": doubling(60), "oneOf": [FIRST, {"type": "integer"}]},
+    {"$defs": doubling(60), "propertyNames": FIRST}, {"$defs": {"d0": {"anyOf": [FIRST, STRING]}}, "type": "string", "anyOf": [FIRST]}, {"$defs": chain(60), "anyOf": [FIRST]},
     nested(MAX_DEPTH),
 ]  # fmt: skip
 
@@ -69,6 +83,10 @@ BAD: list[tuple[str, Any]] = [
     (".minProperties", {"propertyNames": {"pattern": "^x$"}, "minProperties": 2}), (".minProperties", {"properties": {"a": STRING, "b": STRING}, "required": ["a"], "additionalProperties": True, "minProperties": 3}),
     (".minProperties", {"properties": {"a": STRING}, "minProperties": 2}), (".minProperties", {"properties": {}, "minProperties": 1}), (".maxProperties", {"properties": {"a": STRING}, "required": ["a"], "maxProperties": 0}),
     (".properties", {"properties": {"a" * 257: STRING}, "additionalProperties": True}), (".minItems", {"items": False, "minItems": 1}), (".minItems", {"prefixItems": [STRING], "minItems": 2}),
+    (".anyOf[0].type", {"type": "string", "anyOf": [{"type": 5}]}), (".oneOf[1].type", {"oneOf": [{"type": [[]]}, {"type": [[]]}]}), (".oneOf[0]", {"oneOf": [7, STRING]}),
+    (".oneOf[1].required", {"oneOf": [DOT, {"type": "object", "required": 7}]}), (".oneOf[1].enum", {"oneOf": [{"const": 1}, {"enum": "a"}]}), (".propertyNames.type", {"propertyNames": {"type": {}}}),
+    (".propertyNames", {"propertyNames": None}), (".oneOf[1].$ref", {"$defs": {"d0": FIRST}, "oneOf": [STRING, FIRST]}), (".$ref", {"$defs": chain(MAX_DEPTH + 9), **FIRST}),
+    (".oneOf[1]", {"oneOf": [{"const": f"{i:08000}"} for i in range(64)]}),
     *((".pattern", {"pattern": pattern}) for pattern in (r"[^\s\S]", "a^b", "a$|b$c", "(?:^a)*", "(a$)+", "[]a]", "[^]a]", r"\1(a)", "(a)\\1", "a*+", "a{,3}", r"\0", r"\a", r"[\0]", r"\Aa", "(?i)a", "(?P<n>a)", "\ud800", "a" * 10_001)),
 ]  # fmt: skip
 

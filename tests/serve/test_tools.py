@@ -11,10 +11,13 @@ from fastapi import FastAPI
 
 from abyssal.engine.request import EngineRequest
 from abyssal.serve.chat import ChatFormat
-from abyssal.serve.protocol import V4, V41
-from abyssal.tokenizer import Tokenizer
+from abyssal.serve.conversation import Conversation, Tool, ToolCall, ToolChoice
+from abyssal.serve.protocol import V4, V41, render_calls
+from abyssal.serve.structure import answer_format
+from abyssal.tokenizer import DSML, Tokenizer
 from tests.serve.sampling import SamplingClient, stubborn
 from tests.serve.scripted import MODEL, TINY, TOKENIZER, ScriptedClient, app_of, events, post, says
+from tests.support.grammars import accepts, compiled
 
 CHAT = "/v1/chat/completions"
 USER: list[Any] = [{"role": "user", "content": "Go."}]
@@ -193,6 +196,23 @@ def test_k19_the_end_of_an_answer_waits_for_the_call() -> None:
         assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning_content"].startswith("Hm.")
 
 
+def test_arguments_that_share_definitions() -> None:
+    """Two to the power of 60 ways lead to the text; a definition of the argument's own is none of the tool's."""
+    ways: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
+    definitions = {**ways, "d60": {"enum": ["one", "two"]}, "n": {"type": "integer", "minimum": 3, "maximum": 3}}
+    number = {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1, "maxItems": 1, "$defs": {"n": {"type": "boolean"}}}
+    properties = {"way": {"$ref": "#/$defs/d0"}, "number": number}
+    parameters = {"type": "object", "properties": properties, "required": ["way", "number"], "$defs": definitions}
+    conversation = Conversation((), (Tool("f", {"name": "f", "parameters": parameters}, strict=True),), ToolChoice("required"))
+    tag = answer_format(conversation, V4, TOKENIZER.special_id(DSML))
+    assert tag is not None
+    grammar = compiled(tag)
+    for way, values, fits in (("one", "[3]", True), ("three", "[3]", False), ("two", "[true]", False)):
+        call = ToolCall("", "f", json.dumps({"way": way, "number": json.loads(values)}))
+        ids = TOKENIZER.encode_segments(render_calls((call,), V4))
+        assert accepts(grammar, ids) == fits, (way, values)
+
+
 def test_strict_tools_constrain_calls_and_leave_text_alone() -> None:
     strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]  # type: ignore[dict-item]
     bad = CALL.replace(">3<", ">33<").replace('name="city"', 'name="town"')
@@ -358,6 +378,16 @@ def test_tool_names_that_the_format_cannot_carry(name: Any) -> None:
     (
         {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"a": {"$ref": "#"}}}}}]},
         "tools[0].function.parameters.properties.a.$ref",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+            "$defs": {"d": {"items": {"$ref": "#/properties/b"}}}, "properties": {"a": {"$ref": "#/$defs/d"}, "b": {}}}}}]},
+        "tools[0].function.parameters.properties.a.$ref.items.$ref",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+            "$defs": {"d": {"type": "integer", "description": "d" * 10_000}}, "properties": {f"a{i}": {"$ref": "#/$defs/d"} for i in range(400)}}}}]},
+        "tools[0].function.parameters.properties",
     ),
 ])  # fmt: skip
 def test_bad_tools_and_formats_are_named(body: dict[str, Any], param: str) -> None:

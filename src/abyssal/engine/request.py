@@ -78,6 +78,7 @@ class SamplingParams:
                 _check_int(name, getattr(self, name), low, high)
         for name, (floor, ceiling) in _FLOAT_RANGES.items():
             _check_float(name, getattr(self, name), floor, ceiling)
+            setattr(self, name, float(getattr(self, name)))  # an int may be larger than a message can hold
         for name in ("top_p", "repetition_penalty"):
             if getattr(self, name) == 0:
                 raise RequestError(f"{name}=0 is not allowed: it must be above 0 (1 leaves the distribution alone)", param=name)
@@ -192,6 +193,7 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> int:
     if not isinstance(request.prompt_ids, list) or not request.prompt_ids:
         raise RequestError("the prompt is empty; give at least one token", param="prompt")
     check_ids("prompt", request.prompt_ids, limits.vocab_size)
+    _check_text("cache_salt", request.cache_salt or "")
     if limits.image_token_id in request.prompt_ids:
         raise RequestError(
             f"prompt: token id {limits.image_token_id} stands for an image, and this version reads text only; leave images out",
@@ -273,8 +275,12 @@ def _check_stop(stop: Any) -> None:
     for text in stop:
         if not 0 < len(text) <= MAX_STOP_CHARS:
             raise RequestError(f"stop: {show(text)} must have 1 to {MAX_STOP_CHARS} characters", param="stop")
-        if any("\ud800" <= char <= "\udfff" for char in text):
-            raise RequestError(f"stop: {show(text)} holds a lone surrogate, which no text can contain; remove it", param="stop")
+        _check_text("stop", text)
+
+
+def _check_text(name: str, text: str) -> None:
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise RequestError(f"{name}: {show(text)} holds a lone surrogate, which no text can contain; remove it", param=name)
 
 
 def _check_stop_token_ids(ids: Any) -> None:

@@ -88,7 +88,7 @@ def _prepare(server: Server, conversation_of: Callable[[], Conversation]) -> tup
         return conversation, ids, answer_format(conversation, server.chat.release, tokenizer.find_special(DSML))
     except RecursionError as error:
         where = _schema_field(conversation)
-        raise RequestError(f"{where}: a schema refers to itself without end", param=where) from error
+        raise RequestError(f"{where}: a schema holds something that is nested too deeply", param=where) from error
 
 
 async def _grammar(server: Server, conversation: Conversation, ids: list[int], tag: Format | None) -> Grammar | None:

@@ -79,9 +79,9 @@ class _Markers:
         self._prefixes = {marker[:n] for marker in self._meaning for n in range(1, len(marker))}
         self._longest = len(longest_first[0])
 
-    def find(self, text: str) -> tuple[int, int, str] | None:
-        """(start, end, meaning) of the first one."""
-        found = self._full.search(text)
+    def find(self, text: str, start: int = 0) -> tuple[int, int, str] | None:
+        """(start, end, meaning) of the first one; none begins before `start`."""
+        found = self._full.search(text, start)
         return None if found is None else (found.start(), found.end(), self._meaning[found[0]])
 
     def undecided(self, text: str) -> int:
@@ -134,6 +134,7 @@ class AnswerParser:
         self._max_calls, self._shows_marks = max_calls, shows_marks
         self._step: Callable[[bool], bool] = self._read_text
         self._buffer = ""  # what is not decided yet
+        self._num_blank = 0  # characters of the buffer, from its first on, known to be white space that waits
         self._is_blank = True  # the content so far
         self._num_calls = 0
         self._call: _Arguments | None = None
@@ -173,10 +174,12 @@ class AnswerParser:
     # States. Each takes what is decided out of the buffer, and says whether there may be more to take.
 
     def _read_text(self, is_last: bool) -> bool:
-        found = _IN_TEXT[self._kind].find(self._buffer)
+        found = _IN_TEXT[self._kind].find(self._buffer, self._num_blank)
         if found is None:
             end = self._end_of_rest(_IN_TEXT[self._kind], is_last)
-            self._emit(self._kept(self._buffer[:end], at_mark=False, is_last=is_last))
+            kept = self._kept(self._buffer[:end], at_mark=False, is_last=is_last)
+            self._emit(kept)
+            self._num_blank = end - kept
             self._skip(len(self._buffer) * is_last)
             return False
         start, end, meaning = found
@@ -193,10 +196,10 @@ class AnswerParser:
     def _kept(self, text: str, at_mark: bool, is_last: bool) -> int:
         """How much of decided text can be handed out: white space that may come before a block waits."""
         if self._kind == "reasoning":
-            return _length_without_tail(text)
+            return _length_without_tail(text, self._num_blank)
         if is_last:
             return len(text)
-        if self._is_blank and not _length_without_tail(text):
+        if self._is_blank and not _length_without_tail(text, self._num_blank):
             return 0
         if at_mark:
             return len(text.removesuffix("\n\n"))
@@ -306,6 +309,8 @@ class AnswerParser:
 
     def _emit(self, count: int) -> None:
         """Hand out the first `count` characters as text."""
+        if count:
+            self._num_blank = 0
         for part in re.findall(rf"{_ANY_MARK}|[^{_ANY_MARK[1:-1]}]+", self._buffer[:count]):
             shown = part
             if part in _MARK_CHARS:
@@ -319,14 +324,15 @@ class AnswerParser:
     def _skip(self, count: int) -> None:
         self.num_decided += count
         self._buffer = self._buffer[count:]
+        self._num_blank = max(0, self._num_blank - count)
 
 
-def _length_without_tail(text: str) -> int:
-    """Characters before the white space, and marks amid it, at the end of `text`."""
+def _length_without_tail(text: str, num_blank: int) -> int:
+    """Characters before the white space, and marks amid it, at the end of `text`, whose first `num_blank` are nothing else."""
     end = len(text)
-    while end and (text[end - 1].isspace() or text[end - 1] in _MARK_CHARS):
+    while end > num_blank and (text[end - 1].isspace() or text[end - 1] in _MARK_CHARS):
         end -= 1
-    return end
+    return end if end > num_blank else 0
 
 
 def _drop(_: str) -> None:

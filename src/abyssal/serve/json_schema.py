@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from abyssal.errors import RequestError, show
+from abyssal.errors import RequestError, shorten, show
 from abyssal.serve.json_pattern import PatternError, grammar_regex
 
 MAX_DEPTH = 64  # schemas within schemas
 MAX_SCHEMAS = 5_000
 MAX_VALUES = 5_000  # of all enums together
+MAX_VALUE_CHARS = 500_000  # of all enums and constants together, as JSON: those of a oneOf are compared with each other
 MAX_ONE_OF = 64  # alternatives of a oneOf: each is compared with each
 MAX_COUNT = 10_000  # of minLength and its like: the grammar counts in states
 MAX_PATTERNS = 10_000  # characters of all patterns together
@@ -62,7 +63,8 @@ def check_schema(schema: Schema, where: str) -> None:
         RequestError: its `param` is the path in the schema.
     """
     todo: list[tuple[Any, str, int]] = [(schema, where, 1)]
-    num_schemas = num_values = num_chars = 0
+    passed: list[tuple[dict[str, Any], str]] = []
+    num_schemas = num_values = num_value_chars = num_chars = 0
     references: set[str] = set()
     while todo:
         node, path, depth = todo.pop()
@@ -81,14 +83,19 @@ def check_schema(schema: Schema, where: str) -> None:
             _refuse(f"{path}.pattern", f"the patterns of a schema may have {MAX_PATTERNS} characters together")
         inner = [(child, child_path, depth + 1) for child, child_path in children(node, path)]
         if num_values <= MAX_VALUES:
-            _check_node(node, path, schema)
+            num_value_chars += _check_node(node, path, schema)
             num_values += len(multiples(node))
+            passed.append((node, path))
         if num_values > MAX_VALUES:
             _refuse(path, f"a schema may list at most {MAX_VALUES} values")
+        if num_value_chars > MAX_VALUE_CHARS:
+            _refuse(path, f"the values that a schema lists may have {MAX_VALUE_CHARS} characters together, as JSON")
         todo += inner
         if "$ref" in node and node["$ref"] not in references:
             references.add(node["$ref"])
             todo.append((deref(node, schema), f"{path}.$ref", 1))
+    for node, path in passed:
+        _check_relations(node, path, schema)
 
 
 def children(node: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
@@ -116,29 +123,40 @@ def children(node: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
             yield node[key], f"{path}.{key}"
 
 
-def types_of(node: Schema, root: Schema) -> frozenset[str]:
-    """JSON types that a value of this schema can have, as far as it says so; all of them otherwise."""
-    node = deref(node, root)
-    if not isinstance(node, dict):
-        return frozenset(TYPES)
-    if "type" in node:
-        named = node["type"]
-        return frozenset([named] if isinstance(named, str) else named)
-    if "const" in node or isinstance(node.get("enum"), list):
-        values = [node["const"]] if "const" in node else node["enum"]
-        return frozenset(name for name in TYPES for value in values if _is_of(value, name))
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(node.get(key), list):
-            return frozenset().union(*(types_of(child, root) for child in node[key]))
-    return frozenset(TYPES)
+def types_of(schemas: Sequence[Schema], root: Schema) -> set[str]:
+    """JSON types that values of these checked schemas can have, as far as they say so; all of them otherwise.
+
+    Alternatives may lead to the same ones again and again: each is looked at once.
+    """
+    types: set[str] = set()
+    seen: set[int] = set()
+    todo = list(schemas)
+    while todo:
+        node = deref(todo.pop(), root)
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if not isinstance(node, dict):
+            return set(TYPES)
+        if "type" in node:
+            named = node["type"]
+            types |= {named} if isinstance(named, str) else set(named)
+        elif "const" in node or "enum" in node:
+            values = [node["const"]] if "const" in node else node["enum"]
+            types |= {name for name in TYPES for value in values if _is_of(value, name)}
+        elif alternatives := [child for key in ("anyOf", "oneOf", "allOf") for child in node.get(key) or ()]:
+            todo += alternatives
+        else:
+            return set(TYPES)
+    return types
 
 
 def deref(node: Any, root: Schema) -> Any:
-    """The schema that `$ref` leads to; None where it leads nowhere."""
+    """The schema that `$ref` leads to; None where it leads nowhere, or by way of more than MAX_DEPTH others."""
     seen: set[str] = set()
     while isinstance(node, dict) and "$ref" in node:
         reference = node["$ref"]
-        if not isinstance(reference, str) or reference in seen or not re.match(r"#(/|$)", reference):
+        if not isinstance(reference, str) or len(seen) > MAX_DEPTH or reference in seen or not re.match(r"#(/|$)", reference):
             return None
         seen.add(reference)
         node = root
@@ -178,8 +196,8 @@ def multiples(node: dict[str, Any]) -> range:
     return range(-(-low // step) * step, high + 1, step)
 
 
-def _check_node(node: dict[str, Any], path: str, root: Schema) -> None:
-    """One schema, without those within it."""
+def _check_node(node: dict[str, Any], path: str, root: Schema) -> int:
+    """One schema by itself; how many characters the values that it lists have as JSON."""
     for name in _UNSUPPORTED:
         if name in node:
             _refuse(f"{path}.{name}", "structured output cannot hold to it; leave it out")
@@ -189,10 +207,11 @@ def _check_node(node: dict[str, Any], path: str, root: Schema) -> None:
     _check_counts(node, path)
     _check_numbers(node, path)
     _check_string(node, path)
-    _check_values(node, path)
-    _check_alternatives(node, path, root)
-    _check_object(node, path, root)
+    num_chars = _check_values(node, path)
+    _check_siblings(node, path, root)
+    _check_object(node, path)
     _check_array(node, path)
+    return num_chars
 
 
 def _check_type(node: dict[str, Any], path: str) -> None:
@@ -267,7 +286,8 @@ def _check_string(node: dict[str, Any], path: str) -> None:
         )
 
 
-def _check_values(node: dict[str, Any], path: str) -> None:
+def _check_values(node: dict[str, Any], path: str) -> int:
+    num_chars = 0
     if "enum" in node and (not isinstance(node["enum"], list) or not node["enum"]):
         _refuse(f"{path}.enum", "must be a non-empty list")
     for key in ("enum", "const"):
@@ -279,39 +299,46 @@ def _check_values(node: dict[str, Any], path: str) -> None:
         if any(not any(_is_of(value, name) for name in names) for value in values):
             _refuse(f"{path}.{key}", "holds a value that is not of the schema's type")
         try:
-            json.dumps(values, allow_nan=False)
+            num_chars += len(json.dumps(values, allow_nan=False))
         except (ValueError, RecursionError):
             _refuse(f"{path}.{key}", "holds a number beyond 64-bit floats, or a value nested too deeply")
+    return num_chars
 
 
-def _check_alternatives(node: dict[str, Any], path: str, root: Schema) -> None:
+def _check_siblings(node: dict[str, Any], path: str, root: Schema) -> None:
     if "$ref" in node:
         _refuse_siblings(node, path, "$ref", set())
         if not isinstance(deref(node, root), dict | bool):
             _refuse(f"{path}.$ref", f"{show(node['$ref'])} leads to no schema within this one")
     for key in ("anyOf", "oneOf", "allOf"):
-        entries = node.get(key)
-        if not isinstance(entries, list):
-            continue
-        _refuse_siblings(node, path, key, {"type"})
-        if "type" in node and not all(types_of(child, root) <= types_of({"type": node["type"]}, root) for child in entries):
+        if isinstance(node.get(key), list):
+            _refuse_siblings(node, path, key, {"type"})
+    if len(node.get("allOf") or ()) > 1:
+        _refuse(f"{path}.allOf", "structured output cannot hold to several schemas at once; write them as one")
+    if len(node.get("oneOf") or ()) > MAX_ONE_OF:
+        _refuse(f"{path}.oneOf", f"may have at most {MAX_ONE_OF} alternatives; use anyOf")
+
+
+def _check_relations(node: dict[str, Any], path: str, root: Schema) -> None:
+    """One schema beside those within it, which have passed by themselves."""
+    for key in ("anyOf", "oneOf", "allOf"):
+        entries = node.get(key) or []
+        if "type" in node and entries and not types_of(entries, root) <= types_of([{"type": node["type"]}], root):
             _refuse(f"{path}.type", f"structured output cannot hold to it beside {key}; give each alternative its type")
-        if key == "allOf" and len(entries) > 1:
-            _refuse(f"{path}.allOf", "structured output cannot hold to several schemas at once; write them as one")
-        if key == "oneOf":
-            if len(entries) > MAX_ONE_OF:
-                _refuse(f"{path}.oneOf", f"may have at most {MAX_ONE_OF} alternatives; use anyOf")
-            for i, one in enumerate(entries):
-                if any(not _are_apart(one, other, root) for other in entries[:i]):
-                    _refuse(
-                        f"{path}.oneOf[{i}]",
-                        "may hold together with an earlier alternative; use anyOf, or give each a type or const of its own",
-                    )
+    entries = node.get("oneOf") or []
+    types = [types_of([entry], root) for entry in entries]
+    for i, one in enumerate(entries):
+        if not all(_are_apart(one, entries[j], types[i], types[j], root) for j in range(i)):
+            _refuse(
+                f"{path}.oneOf[{i}]",
+                "may hold together with an earlier alternative; use anyOf, or give each a type or const of its own",
+            )
+    if not _is_text(node.get("propertyNames", True), root):
+        _refuse(f"{path}.propertyNames", "must be a schema of strings; give it type string")
 
 
-def _are_apart(one: Schema, other: Schema, root: Schema) -> bool:
-    """Whether no value can follow both, as far as types and required constants tell."""
-    types, others = types_of(one, root), types_of(other, root)
+def _are_apart(one: Schema, other: Schema, types: set[str], others: set[str], root: Schema) -> bool:
+    """Whether no value can follow both, as far as their types and required constants tell."""
     common = types & others
     one, other = deref(one, root), deref(other, root)
     if (mine := _constants(one)) is not None and (theirs := _constants(other)) is not None:
@@ -341,7 +368,7 @@ def _constants(node: Any) -> set[Any] | None:
     return {(v if type(v) in (int, float) else json.dumps(v, sort_keys=True)) for v in values}
 
 
-def _check_object(node: dict[str, Any], path: str, root: Schema) -> None:
+def _check_object(node: dict[str, Any], path: str) -> None:
     required = node.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         _refuse(f"{path}.required", "must be a list of names")
@@ -367,15 +394,16 @@ def _check_object(node: dict[str, Any], path: str, root: Schema) -> None:
     if (names := node.get("propertyNames", True)) is not True:
         if named:
             _refuse(f"{path}.propertyNames", "structured output cannot hold to it beside properties; leave it or them out")
-        if names is False or not _is_text(deref(names, root), root):
+        if not isinstance(names, dict):
             _refuse(f"{path}.propertyNames", "must be a schema of strings; give it type string")
 
 
-def _is_text(node: Any, root: Schema) -> bool:
+def _is_text(names: Schema, root: Schema) -> bool:
     """Whether a schema says that its values are strings, or nothing about them."""
+    node = deref(names, root)
     if not isinstance(node, dict) or not node.keys() & {*_CONSTRAINTS, "format"}:
-        return node is True or isinstance(node, dict)
-    return types_named(node) == ["string"] or types_of(node, root) == {"string"}
+        return True
+    return types_named(node) == ["string"] or types_of([node], root) == {"string"}
 
 
 def _check_array(node: dict[str, Any], path: str) -> None:
@@ -402,5 +430,4 @@ def _is_of(value: Any, name: str) -> bool:
 
 
 def _refuse(path: str, why: str) -> NoReturn:
-    shown = path if len(path) <= 200 else f"{path[:90]}…{path[-90:]}"
-    raise RequestError(f"{shown}: {why}", param=path)
+    raise RequestError(f"{shorten(path)}: {why}", param=path)

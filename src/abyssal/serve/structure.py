@@ -5,17 +5,20 @@ Tool calls follow V4 spec 5.6 in the release's dialect: DSML tokens by id, text 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import unquote
 
-from abyssal.errors import RequestError
+from abyssal.errors import RequestError, shorten
 from abyssal.serve.conversation import Conversation, ResponseFormat, Tool
 from abyssal.serve.grammar_schema import grammar_schema
 from abyssal.serve.json_pattern import grammar_regex
-from abyssal.serve.json_schema import Schema, check_schema, deref
+from abyssal.serve.json_schema import Schema, check_schema, children, deref
 from abyssal.serve.protocol import Release
 
 MAX_WHITESPACE = 32  # characters in a row between the parts of JSON: enough to indent, and no room to idle
+MAX_DEFINITION_CHARS = 2_000_000  # of the definitions that a tool's arguments lead to, as JSON: each argument has its own copy
 KEY_PATTERN = r'[^"<>\x00-\x1f\x7f]{1,64}'
 
 Format = dict[str, Any]
@@ -91,15 +94,20 @@ class _CallWriter:
         if not properties:
             return self._free_arguments() if schema.get("additionalProperties", True) else [_text("\n")]
         required = set(schema.get("required") or ())
-        parts = []
+        parts, left = [], MAX_DEFINITION_CHARS
+        sizes = {table: {n: len(json.dumps(d)) for n, d in (schema.get(table) or {}).items()} for table in _DEFINITIONS}
         for name, argument in properties.items():
-            _check_references(argument, f"{where}.properties.{name}")
-            part = _sequence(self._parameter(_text(name), _values(argument, schema)), _text("\n"))
+            definitions = _definitions(argument, schema, f"{where}.properties.{name}")
+            left -= sum(sizes[table][n] for table, found in definitions.items() for n in found)
+            if left < 0:
+                message = f"the definitions that each argument leads to may have {MAX_DEFINITION_CHARS} characters in all"
+                raise RequestError(f"{where}.properties: {message}", param=f"{where}.properties")
+            part = _sequence(self._parameter(_text(name), _values(argument, schema, definitions)), _text("\n"))
             parts.append(part if name in required else _optional(part))
         return parts
 
     def _free_arguments(self) -> list[Format]:
-        parameter = self._parameter({"type": "regex", "pattern": KEY_PATTERN}, _values(True, True))
+        parameter = self._parameter({"type": "regex", "pattern": KEY_PATTERN}, _values(True, True, {}))
         return [_either(_text("\n"), {"type": "plus", "content": _sequence(parameter, _text("\n"))})]
 
     def _parameter(self, key: Format, values: Format) -> Format:
@@ -110,30 +118,43 @@ class _CallWriter:
         return [_text(opening), self._dsml, _text(rest)]
 
 
-def _values(schema: Schema, root: Schema) -> Format:
-    """From within the quotes of `string="` on: `true">` and text, or `false">` and JSON."""
+def _values(schema: Schema, root: Schema, definitions: dict[str, Any]) -> Format:
+    """From within the quotes of `string="` on: `true">` and text, or `false">` and JSON, with the `definitions` that it leads to."""
     texts, others = _split(schema, root)
     formats = [_sequence(_text('true">'), _text_value(node)) for node in texts]
-    if others is not None:
-        formats.append(_sequence(_text('false">'), json_value(_with_definitions(others, root))))
+    if others:
+        values = others[0] if len(others) == 1 else {"anyOf": others}
+        formats.append(_sequence(_text('false">'), json_value({**values, **definitions})))
     return _either(*formats)
 
 
-def _split(schema: Schema, root: Schema) -> tuple[list[dict[str, Any]], Schema | None]:
-    """(schemas of text values, schema of all others; None if there are none)."""
-    node = deref(schema, root)
-    if node is True or node == {}:
-        return [{"type": "string"}], {"type": ["integer", "number", "boolean", "null", "object", "array"]}
-    alternatives = node.get("anyOf") or node.get("oneOf")
-    if alternatives is None and isinstance(node.get("type"), list):
-        alternatives = [{**node, "type": name} for name in node["type"]]
-    if alternatives is None:
-        values = [node["const"]] if "const" in node else node.get("enum")
-        is_text = node.get("type") == "string" if values is None else all(isinstance(value, str) for value in values)
-        return ([node], None) if is_text else ([], node)
-    parts = [_split(alternative, root) for alternative in alternatives]
-    others = [other for _, other in parts if other is not None]
-    return [text for texts, _ in parts for text in texts], {"anyOf": others} if others else None
+def _split(schema: Schema, root: Schema) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(schemas of text values, schemas of all others). Alternatives that lead to the same schema lead to it once."""
+    texts, others = [], []
+    seen: set[int] = set()
+    todo = [schema]
+    while todo:
+        node = deref(todo.pop(), root)
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node is True or node == {}:
+            texts.append({"type": "string"})
+            others.append({"type": ["integer", "number", "boolean", "null", "object", "array"]})
+        elif alternatives := node.get("anyOf") or node.get("oneOf"):
+            todo += reversed(alternatives)
+        elif isinstance(node.get("type"), list):
+            for name in node["type"]:
+                (texts if _is_text(alone := {**node, "type": name}) else others).append(alone)
+        else:
+            (texts if _is_text(node) else others).append(node)
+    return texts, others
+
+
+def _is_text(node: dict[str, Any]) -> bool:
+    """Whether all values of a schema without alternatives are texts."""
+    values = [node["const"]] if "const" in node else node.get("enum")
+    return node.get("type") == "string" if values is None else all(isinstance(value, str) for value in values)
 
 
 def _text_value(node: dict[str, Any]) -> Format:
@@ -147,23 +168,28 @@ def _text_value(node: dict[str, Any]) -> Format:
     return _ANY_TEXT
 
 
-def _with_definitions(schema: Schema, root: Schema) -> Schema:
-    if not isinstance(schema, dict) or not isinstance(root, dict):
-        return schema
-    return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
+_DEFINITIONS = ("$defs", "definitions")
 
 
-def _check_references(schema: Any, path: str) -> None:
-    """An argument is a grammar of its own, so it can refer to definitions only."""
-    todo = [(schema, path)]
+def _definitions(argument: Schema, root: dict[str, Any], path: str) -> dict[str, dict[str, Any]]:
+    """The tables of definitions of `root`, as far as `argument` leads to them. It is a grammar of its own: it can refer to nothing else."""
+    found: dict[str, dict[str, Any]] = {}
+    todo = [(argument, path)]
     while todo:
         node, path = todo.pop()
-        if isinstance(node, dict):
-            if isinstance(node.get("$ref"), str) and not node["$ref"].startswith(("#/$defs/", "#/definitions/")):
-                raise RequestError(f"{path}.$ref: an argument can refer to $defs only", param=f"{path}.$ref")
-            todo += ((child, f"{path}.{key}") for key, child in node.items())
-        elif isinstance(node, list):
-            todo += ((child, f"{path}[{i}]") for i, child in enumerate(node))
+        if not isinstance(node, dict):
+            continue
+        todo += children(node, path)
+        if "$ref" not in node:
+            continue
+        if not node["$ref"].startswith(("#/$defs/", "#/definitions/")):
+            raise RequestError(f"{shorten(path)}.$ref: an argument can refer to $defs only", param=f"{path}.$ref")
+        _, table, step, *_ = unquote(node["$ref"]).split("/")
+        name = step.replace("~1", "/").replace("~0", "~")
+        if name not in found.setdefault(table, {}):
+            found[table][name] = root[table][name]
+            todo.append((root[table][name], f"{path}.$ref"))
+    return found
 
 
 def json_value(schema: Schema) -> Format:
