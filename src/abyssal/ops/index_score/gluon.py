@@ -1054,6 +1054,7 @@ def aot_cases() -> list[AotCase]:
                 "STAGES": 2 if queries == 1 else 4,
             },
             num_warps=4,
+            max_registers=score_config(queries, heads, 1).registers,
             aligned=("q",),
             archs=(HOPPER,),
         )
