@@ -75,6 +75,21 @@ def test_a_stream_and_a_client_that_leaves(server: LiveServer) -> None:
     until(server.is_drained, "drained")
 
 
+def test_nothing_of_a_request_stays_however_it_ends(server: LiveServer) -> None:
+    """By its length, by its first token, by a stop string, which cancels it twice, or by a client that leaves early or late."""
+    text = server.post(COMPLETIONS, completion([7])).json()["choices"][0]["text"]
+    for more in ({"max_tokens": 1}, {"stop": text[4]}, {"stop": text[4], "n": 3}, {"stop": text[0]}):
+        assert server.post(COMPLETIONS, completion([7], **more)).status_code == 200
+    for body in (endless(COMPLETIONS, stream=True), endless(CHAT, stream=False, prompt_tokens=3000)):
+        server.open(COMPLETIONS if "prompt" in body else CHAT, body).close()
+        with server.open(COMPLETIONS if "prompt" in body else CHAT, body):
+            until(lambda: server.client.stats.num_running > 0, "running")
+    until(server.is_drained, "drained")
+    client = server.client
+    until(lambda: not client._prefill_of and not any(client._load.values()), "forgotten")
+    assert not any(engine._queues or any(engine._loads) for engine in (*client._prefill, *client._decode))
+
+
 def test_when_one_engine_dies_everybody_is_told(server: LiveServer) -> None:
     """Last in this file: the server is of no use afterwards."""
     stream = server.open(CHAT, endless(CHAT, stream=True))

@@ -106,10 +106,10 @@ class DisaggregatedClient:
                         async for update in later:
                             yield update
         finally:
+            del self._prefill_of[request.request_id]  # first: who is cancelled twice leaves where it waits
             second.cancel()
             await asyncio.gather(second, return_exceptions=True)
             await later.aclose()
-            del self._prefill_of[request.request_id]
 
     async def close(self) -> None:
         """End the engine processes; open requests end with `EngineDeadError`."""
