@@ -227,7 +227,13 @@ def test_a_soak_ends_clean(family: str, tmp_path: Path) -> None:
 
 def test_a_soak_notices_what_is_left_over(tmp_path: Path) -> None:
     """The checks of the soak can fail: a page that somebody keeps, a request that failed."""
-    engine = Engine(small_pool({"model": str(write_small("v4", tmp_path, seed=2)), "device": "cpu", "max_num_seqs": 4}))
+    options = {
+        "model": str(write_small("v4", tmp_path, seed=2)),
+        "device": "cpu",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 512,
+    }
+    engine = Engine(small_pool(options))
     run = Soak(engine, seed=0)
     run.assert_drained()
     kept = engine.cache.new_sequence()

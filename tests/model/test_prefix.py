@@ -11,7 +11,7 @@ from tests.support.small_model import config_dict
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("tiny", kv_cache_bytes=64 << 20, max_model_len=4096) as llm:
+    with LLM("tiny", kv_cache_bytes=96 << 20, max_model_len=4096) as llm:
         yield llm
 
 
@@ -43,7 +43,7 @@ def test_a_prompt_that_parts_from_a_known_one_is_computed_from_the_last_common_b
 def test_logits_read_the_prefix_cache_only_when_asked(llm):
     prompt = tokens(600, seed=3)
     assert not llm.logits(prompt).isnan().any() and not llm.logits(prompt).isnan().any()
-    other = LLM("tiny", enable_prefix_caching=False, kv_cache_bytes=64 << 20, max_model_len=1024)
+    other = LLM("tiny", enable_prefix_caching=False, kv_cache_bytes=96 << 20, max_model_len=1024)
     with other, pytest.raises(RequestError, match="enable_prefix_caching"):
         other.logits(prompt, reuse_prefix=True)
 
@@ -51,7 +51,7 @@ def test_logits_read_the_prefix_cache_only_when_asked(llm):
 def test_generation_after_a_hit_gives_the_same_tokens_and_counts_them(llm):
     prompt = tokens(700, seed=4)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    with LLM("tiny", enable_prefix_caching=False, kv_cache_bytes=64 << 20, max_model_len=1024) as other:
+    with LLM("tiny", enable_prefix_caching=False, kv_cache_bytes=96 << 20, max_model_len=1024) as other:
         alone = other.generate(prompt, params)[0]
     first, second = llm.generate(prompt, params)[0], llm.generate(prompt, params)[0]
     assert alone.outputs[0].token_ids == first.outputs[0].token_ids == second.outputs[0].token_ids

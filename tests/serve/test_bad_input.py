@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from abyssal.engine.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
 from abyssal.errors import RequestError
-from abyssal.serve.body import MAX_BODY_BYTES, MAX_LEVELS, parse_object
+from abyssal.serve.body import MAX_BODY_BYTES, parse_object
 from abyssal.serve.completions import MAX_OUTPUTS
+from abyssal.serve.conversation import MAX_LEVELS
 from abyssal.serve.schemas import CompletionBody, DetokenizeBody
 from tests.serve.scripted import MAX_MODEL_LEN, MODEL, TOKENIZER, ScriptedClient, app_of, echo, events, http_client, post, says
 

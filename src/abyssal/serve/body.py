@@ -10,13 +10,14 @@ from pydantic import ValidationError
 
 from abyssal.errors import RequestError, shorten, show
 from abyssal.options import hint
+from abyssal.serve.conversation import MAX_LEVELS, is_deeper
 from abyssal.serve.errors import HttpError
 from abyssal.serve.schemas import Body
 from abyssal.serve.streams import ClientLeft, in_thread
 
 MAX_BODY_BYTES = 64 << 20  # a million token ids take 7 MiB, the text of as many less
 MAX_PARTS = 2 << 20  # commas and opening brackets, which bound the values; twice the ids of a million tokens
-MAX_LEVELS = 500  # of objects and lists; half of what can be read, so that all of it can be written again wherever an answer goes
+TOO_DEEP = f"the body is nested too deeply; at most {MAX_LEVELS} levels are allowed"
 MAX_NAMES = 10_000  # of one object; no field needs more, and each unknown one costs an error
 
 ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}  # of what makes a prompt
@@ -77,23 +78,14 @@ def parse_object(data: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
-        raise RequestError(f"the body is nested too deeply; at most {MAX_LEVELS} levels are allowed") from error
+        raise RequestError(TOO_DEEP) from error
     except ValueError as error:  # a number of more digits than Python converts
         raise RequestError(f"the body is not usable JSON: {error}") from error
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {type(value).__name__}")
-    _check_levels(value)
+    if is_deeper(value, MAX_LEVELS):
+        raise RequestError(TOO_DEEP)
     return value
-
-
-def _check_levels(value: dict[str, Any]) -> None:
-    level: list[Any] = [value]
-    for _ in range(MAX_LEVELS):
-        parts = (node.values() if type(node) is dict else node for node in level)
-        level = [part for each in parts for part in each if type(part) in (dict, list)]
-        if not level:
-            return
-    raise RequestError(f"the body is nested too deeply; at most {MAX_LEVELS} levels are allowed")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

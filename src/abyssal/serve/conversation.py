@@ -15,7 +15,8 @@ TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256  # of a tool
 MAX_KEY_CHARS = 1024  # of an argument
-SPARE_DEPTH = 200  # frames that may stand below whoever reads a value, more than here
+MAX_LEVELS = 500  # of objects and lists; half of what can be read, so that all of it can be written again wherever an answer goes
+SPARE_LEVELS = 20  # that may lie around a value of an answer in the body that brings it back
 
 # Message keys that ask for nothing when empty: the openai client sends them back with an answer of the assistant.
 _EMPTY_KEYS = ("name", "refusal", "audio", "annotations", "function_call")
@@ -244,20 +245,31 @@ def parse_json(text: str) -> Any:
 
 
 def is_json(text: str) -> bool:
-    """Whether `text` is a JSON value that can be read and written again wherever an answer goes.
+    """Whether `text` is a JSON value that can be written again wherever an answer goes, and comes back with the next request.
 
-    It holds no lone surrogate and no number beyond floats, and leaves room within the recursion limit.
+    It holds no lone surrogate and no number beyond floats, and leaves room for what lies around it.
     """
     value = parse_json(text)
     if value is None:
         return text.strip() == "null"
-    for _ in range(SPARE_DEPTH):
-        value = [value]
+    if is_deeper(value, MAX_LEVELS - SPARE_LEVELS):
+        return False
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
     return True
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether a JSON value has more than `levels` objects and lists within each other."""
+    level = [value] if type(value) in (dict, list) else []
+    for _ in range(levels):
+        parts = (node.values() if type(node) is dict else node for node in level)
+        level = [part for each in parts for part in each if type(part) in (dict, list)]
+        if not level:
+            return False
+    return bool(level)
 
 
 def _refuse_constant(name: str) -> NoReturn:
