@@ -67,7 +67,7 @@ BOUNDS = {"fp32": 0.005, "bf16": 0.005, "v4": 0.005, "v41": 0.02}
 @pytest.mark.parametrize("options", WORKING, ids=lambda options: "-".join(options.values()))
 def test_o01_a_request_of_3000_tokens_in_every_layout(options: dict[str, str], recall: Documents, reference: Tensor) -> None:
     ids = torch.cat([document["input_ids"] for document in recall(2048)[:2]]).tolist()[:3000]
-    with LLM("tiny", device="cpu", kv_cache_bytes=64 << 20, max_model_len=4096, **options) as llm:
+    with LLM("tiny", device="cpu", kv_cache_bytes=96 << 20, max_model_len=4096, **options) as llm:
         logits = llm.logits(ids, positions=list(range(2800, 3000)))
         output = llm.generate(ids, SamplingParams(temperature=0, max_tokens=4))[0]
     assert len(output.outputs[0].token_ids) > 0
@@ -80,5 +80,5 @@ def test_o01_a_request_of_3000_tokens_in_every_layout(options: dict[str, str], r
 @pytest.fixture(scope="module")
 def reference(recall: Documents) -> Tensor:
     ids = torch.cat([document["input_ids"] for document in recall(2048)[:2]]).tolist()[:3000]
-    with LLM("tiny", device="cpu", kv_layout="fp32", kv_cache_bytes=64 << 20, max_model_len=4096) as llm:
+    with LLM("tiny", device="cpu", kv_layout="fp32", kv_cache_bytes=96 << 20, max_model_len=4096) as llm:
         return llm.logits(ids, positions=list(range(2800, 3000)))
